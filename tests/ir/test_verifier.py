@@ -110,7 +110,7 @@ def test_a_transform_must_keep_the_inputs_of_the_program():
         match=r"input params.0.weight: f32\[16@dp,6\] has become other: f32\[16@dp,6\]",
     ):
         check_interface(graph, renamed)
-    with pytest.raises(ProgramError, match=r"stranger: .* of the batch is no input"):
+    with pytest.raises(ProgramError, match=r"stranger: .* of the batch is not an input"):
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
 
 

@@ -181,7 +181,7 @@ def test_members_of_a_bucket_have_one_key():
     both = coalesce([a, b])
     assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
     with pytest.raises(
-        ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket, but not one key"
+        ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket but have different keys"
     ):
         coalesce([a, wide])
 

@@ -233,7 +233,7 @@ def test_an_added_output_needs_a_name():
     params, batch = arguments()
     with pytest.raises(
         zt.ir.ProgramError,
-        match=r"there are 4 outputs, and there were 3. Add outputs behind the others, with a name",
+        match=r"there are 4 outputs, and there were 3. Add outputs after the others, with a name",
     ):
         _Adds(named=False)(train).lower(params, *batch)
 

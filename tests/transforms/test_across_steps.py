@@ -180,7 +180,7 @@ def broken(graph, change: str):
 
 @pytest.mark.parametrize(("change", "message"), [
     ("a future that is no input of the next step", "output params.up.full.next': f32[16,8]! is still a future"),
-    ("a gather of the old state", "params.up.full.next': f32[16,8]! is carried, and is no gather of the new state"),
+    ("a gather of the old state", "params.up.full.next': f32[16,8]! is carried but is not a gather of the new state"),
     ("another order", "the step before has started params.up.full': f32[16,8]!, and this one starts "
                       "params.down.full.next': f32[6,16]!"),
 ])  # fmt: skip

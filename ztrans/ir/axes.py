@@ -1,11 +1,11 @@
-"""Axes that are made of those of a mesh: joint axes, and the neighbours of an axis.
+"""Axes derived from the axes of a mesh: joint axes, and the neighbours of an axis.
 
-A joint axis is several axes that act as one, whose ranks send one message together. It is named by its members in the
+A joint axis is several axes that act as one: all of their ranks exchange one message. Its name lists its members in the
 order of the mesh. On a mesh of dp=2 and cp=4, `dp*cp` has 8 ranks, and the rank at dp=1, cp=2 has index 6 along it. On
 a DeviceMesh it is the flattened mesh of its members.
 
-Neighbours are ranks that follow each other on an axis, such as those of one host. `dp/4` stands for each 4 neighbours
-of dp. On a mesh of dp=8, rank 6 has index 2 along it.
+Neighbours are consecutive ranks of an axis, such as the ranks of one host. `dp/4` stands for each 4 neighbours of dp.
+On a mesh of dp=8, rank 6 has index 2 along it.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_JOINT = "*"  # between the members of a joint axis; alone it is `ops.EVERY_AXIS`, which is no axis
+_JOINT = "*"  # between the members of a joint axis; alone it is `ops.EVERY_AXIS`, which is not an axis
 _NEIGHBOURS = "/"  # between an axis and the number of neighbours
 
 
 def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
-    """The name of some axes of a mesh as one; `order` has all axes of the mesh.
+    """The name of several axes of a mesh as one; `order` has all axes of the mesh.
 
     >>> joint_axis(("cp", "dp"), ("dp", "tp", "cp")), joint_axis(("dp",), ("dp",))
     ('dp*cp', 'dp')
@@ -35,7 +35,7 @@ def joint_axis(axes: Collection[str], order: Iterable[str]) -> str:
 
 
 def members(axis: str) -> tuple[str, ...]:
-    """The axes of the mesh that an axis consists of; a joint axis has several.
+    """The axes of the mesh that make up an axis; a joint axis has several.
 
     >>> members("dp*cp"), members("dp"), members("dp/4")
     (('dp', 'cp'), ('dp',), ('dp',))
@@ -44,7 +44,7 @@ def members(axis: str) -> tuple[str, ...]:
 
 
 def neighbours(axis: str, count: int) -> str:
-    """The name of each `count` neighbours of an axis, which divide its ranks.
+    """The name of each `count` neighbours of an axis; `count` divides its ranks.
 
     >>> neighbours("dp", 4)
     'dp/4'
@@ -53,7 +53,7 @@ def neighbours(axis: str, count: int) -> str:
 
 
 def neighbour_count(axis: str) -> int | None:
-    """The number of neighbours that an axis stands for, or None if it stands for all ranks of an axis.
+    """The number of neighbours that an axis stands for, or None for all ranks.
 
     >>> neighbour_count("dp/4"), neighbour_count("dp")
     (4, None)
@@ -63,7 +63,7 @@ def neighbour_count(axis: str) -> int | None:
 
 
 def whole_axis(axis: str) -> str:
-    """The axis of which `axis` has some neighbours.
+    """The axis with all ranks of which `axis` has some neighbours.
 
     >>> whole_axis("dp/4"), whole_axis("dp")
     ('dp', 'dp')
@@ -72,12 +72,12 @@ def whole_axis(axis: str) -> str:
 
 
 def members_of(axes: Iterable[str]) -> tuple[str, ...]:
-    """The axes of the mesh that some axes consist of."""
-    return tuple(dict.fromkeys(chain.from_iterable(map(members, axes))))
+    """The axes of the mesh that make up several axes, each once."""
+    return tuple(dict.fromkeys(member for axis in axes for member in members(axis)))
 
 
 def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str, int]:
-    """The sizes of the axes of a mesh, and of some joint axes and neighbours.
+    """The sizes of the axes of a mesh, and of joint axes and neighbours.
 
     >>> with_joint_sizes({"dp": 2, "cp": 4}, ["dp*cp", "cp/2"])
     {'dp': 2, 'cp': 4, 'dp*cp': 8, 'cp/2': 2}
@@ -92,7 +92,7 @@ def with_joint_sizes(sizes: Mapping[str, int], joint: Iterable[str]) -> dict[str
 def with_joint_indices(
     coordinates: Mapping[str, int], sizes: Mapping[str, int], joint: Iterable[str]
 ) -> dict[str, int]:
-    """The index of a rank along the axes of a mesh, along some joint axes, and among some neighbours.
+    """The index of a rank along the axes of a mesh, along joint axes, and among neighbours.
 
     >>> with_joint_indices({"dp": 1, "cp": 3}, {"dp": 2, "cp": 4}, ["dp*cp", "cp/2"])
     {'dp': 1, 'cp': 3, 'dp*cp': 7, 'cp/2': 1}
@@ -108,9 +108,9 @@ def with_joint_indices(
 
 
 def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
-    """The part of a mesh along some axes, joint or not. All ranks of the mesh must call it together.
+    """The part of a mesh along some axes, joint or not. All ranks of the mesh must call this together.
 
-    Raises: ValueError if another axis is between the members of a joint one, because DTensor fails on such meshes.
+    Raises: ValueError if another axis is between the members of a joint axis, because DTensor fails on such meshes.
     """
     order = mesh.mesh_dim_names or ()
     names = tuple(sorted(set(axes), key=lambda axis: order.index(members(axis)[0])))
@@ -119,7 +119,7 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
 
     meshes = []
     for axis in names:
-        # `_flatten` returns the mesh that it made before under the same name.
+        # A second `_flatten` under the same name returns the same mesh.
         meshes.append(mesh[axis] if axis in order else mesh[members(axis)]._flatten(axis))
     if len(meshes) == 1:
         return meshes[0]
@@ -135,7 +135,7 @@ def submesh(mesh: DeviceMesh, axes: Iterable[str]) -> DeviceMesh:
 
 
 def members_of_flat(mesh: Any, name: str) -> tuple[str, ...]:
-    """The axes that a flattened mesh of `mesh._flatten(name)` consists of; `name` itself if there is none."""
+    """The axes that make up the flattened mesh of `mesh._flatten(name)`, or `name` itself if there is none."""
     flat = getattr(mesh, "_flatten_mapping", {}).get(name)
     if flat is None:
         return (name,)
@@ -144,7 +144,7 @@ def members_of_flat(mesh: Any, name: str) -> tuple[str, ...]:
 
 
 def axis_of_group(mesh: DeviceMesh, name: Any) -> str | None:
-    """The axis along which the ranks of the process group `name` lie; None if there is none."""
+    """The axis along which the ranks of the process group `name` lie, or None."""
     try:
         group = dist.distributed_c10d._resolve_process_group(name)
     except RuntimeError:  # no group of this process has that name
@@ -153,7 +153,7 @@ def axis_of_group(mesh: DeviceMesh, name: Any) -> str | None:
 
 
 def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
-    """The axis, joint or not, along which the ranks of a group lie in this order; None if there is none.
+    """The axis, joint or not, along which the ranks of a group lie in this order, or None.
 
     >>> import torch
     >>> mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("dp", "tp", "cp"), _init_backend=False,
@@ -170,24 +170,25 @@ def axis_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> str | None:
         places.append(place)
     if len(ranks) < 2 or places != sorted(places):
         return None
-    along = []
+    dims = []  # along which the ranks differ
     for k in range(mesh.ndim):
         if len({place[k] for place in places}) > 1:
-            along.append(k)
-    # Some ranks of an axis alone are no axis.
-    if len(ranks) != math.prod(mesh.size(k) for k in along):
+            dims.append(k)
+    # A group of only some ranks of these dims is not an axis.
+    if len(ranks) != math.prod(mesh.size(k) for k in dims):
         return None
-    return joint_axis([order[k] for k in along], order)
+    return joint_axis([order[k] for k in dims], order)
 
 
 def groups_along(
     ranks: torch.Tensor, order: Sequence[str], axes: Collection[str]
 ) -> list[list[int]]:
-    """The ranks of every group of a mesh whose members differ only along `axes`, joint or not, or are neighbours.
+    """The ranks of each group of a mesh along some axes.
 
     Args:
         ranks: the ranks of the mesh, i64 with a dim for each axis.
         order: the names of its axes.
+        axes: the axes along which the ranks of a group differ, joint or not, or neighbours.
 
     >>> import torch
     >>> groups_along(torch.arange(8).view(2, 2, 2), ("dp", "tp", "cp"), ["dp*cp"])
@@ -195,9 +196,9 @@ def groups_along(
     >>> groups_along(torch.arange(8), ("dp",), ["dp/4"])
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    along = [k for k, axis in enumerate(order) if axis in members_of(axes)]
-    rest = [k for k in range(ranks.ndim) if k not in along]
-    size = math.prod(ranks.shape[k] for k in along)
+    group_dims = [k for k, axis in enumerate(order) if axis in members_of(axes)]
+    other_dims = [k for k in range(ranks.ndim) if k not in group_dims]
+    size = math.prod(ranks.shape[k] for k in group_dims)
     for axis in axes:
         size = min(size, neighbour_count(axis) or size)
-    return ranks.permute(*rest, *along).reshape(-1, size).tolist()
+    return ranks.permute(*other_dims, *group_dims).reshape(-1, size).tolist()

@@ -1,4 +1,4 @@
-"""Collectives as equations over lists.
+"""Collectives as equations over lists, and the rules of every equation.
 
     f, g = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast to dtype before they are sent
     f, g = reduce_scatter([a, b], mean, axis=dp)       one term on each rank -> this rank's shard of the mean
@@ -7,8 +7,8 @@
     s    = shard(x, dim, axis=dp)                      a whole value -> this rank's part; nothing moves
 
 A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
-collective has a class here, with all of its rules. `rules(eqn)` gives the rules of any equation, also of those that are
-no collectives. `erase_trivial` removes collectives over axes of one rank.
+collective has a class here with all of its rules. `rules(eqn)` returns the rules of any equation, collective or not.
+`erase_trivial` removes collectives over axes of one rank.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from .rewriter import Rewriter
 from .rules import Axes, Memberwise, Rules, Sizes, Wait
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
-# The most ranks that send their parts to all others over gloo. Among more, gloo's own gather needs fewer messages.
+# The most ranks that exchange all parts over gloo. Among more ranks, gloo's own gather needs fewer messages.
 MOST_RANKS_OF_EXCHANGE = 8
-# The bytes on each rank from which on a member is sent in a message of its own, not packed with others.
+# A member of at least so many bytes on each rank has a message of its own; smaller members are packed together.
 LARGE_MEMBER = 1 << 16
 
 
 def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype in which a collective sends a member."""
+    """The dtype of a member on the wire."""
     return eqn.kwargs.get("dtype") or member.dtype
 
 
 def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype of what a host sends to others: fp32 for a sum of half precision, unless a dtype was asked for."""
+    """The dtype of the sums that a host sends to others: fp32 for half precision, unless the equation sets a dtype."""
     wire = wire_dtype(eqn, member)
     is_chosen = eqn.kwargs.get("dtype") is not None
     is_sum = eqn.kwargs["op"] in ("sum", "mean")
@@ -64,7 +64,7 @@ def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
 
 
 def is_reduced_by_ranks(reduction: str, wire: torch.dtype) -> bool:
-    """Whether ranks exchange the terms and reduce them by `ops.reduce`, because gloo and NCCL do it worse.
+    """Whether ranks exchange the terms and reduce them by `ops.reduce`, because gloo and NCCL are less accurate.
 
     Both round a sum of half precision at every hop, and a mean of fp16 overflows before it is divided. Their maximum
     and minimum of floats lose a NaN: NCCL computes `fmax`, and gloo compares.
@@ -75,7 +75,7 @@ def is_reduced_by_ranks(reduction: str, wire: torch.dtype) -> bool:
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
-    """The bytes of a member as it is sent: the padded parts of all ranks together."""
+    """The bytes of a member on the wire: the padded parts of all ranks together."""
     member = eqn.ins[index]
     axis_of_dim: dict[int, str] = {}
     for split in (*member.layout, *eqn.results[index].layout):
@@ -89,7 +89,7 @@ def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
             total *= rows
             continue
         total *= chunk(rows, sizes[axis])
-        # Over the axis of the collective the buffer has the parts of all ranks; over another axis, only this rank's.
+        # The buffer has the parts of all ranks along the axis of the collective, and only this rank's along others.
         if axis == eqn.kwargs["axis"]:
             total *= sizes[axis]
     return total
@@ -101,22 +101,22 @@ def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
 
 
 def is_sent_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
-    """Whether a collective sends a member in a message of its own, instead of packed with other members.
+    """Whether a collective sends a member in a message of its own, instead of packing it with others.
 
-    It does so for a large member, because a copy would cost more than a message, and for the only small one, because
-    there is no other to pack it with.
+    A large member is sent alone because a copy would cost more than a message. A single small member is sent alone
+    because there is nothing to pack it with.
     """
     if not is_small(eqn, index, sizes):
         return True
-    # `any` ends at the first other small member, so asking for every member of a bucket takes linear time.
-    others = (k for k in range(len(eqn.outs)) if k != index)
-    return not any(is_small(eqn, k, sizes) for k in others)
+    # `any` ends at the first other small member, so asking this for every member of a bucket takes linear time.
+    return not any(k != index and is_small(eqn, k, sizes) for k in range(len(eqn.outs)))
 
 
 class Start(Memberwise):
     """Rules of an equation that starts a collective: its results are futures, and other ranks take part.
 
-    `crossings` is how often a rank receives a whole value: once in a gather, twice in an all_reduce.
+    Attributes:
+        crossings: how many times a rank receives a whole value: once in a gather, twice in an all_reduce.
     """
 
     starts = True
@@ -137,14 +137,14 @@ class Start(Memberwise):
                 return f"{out} is not a future, but a collective starts it"
             if not _may_become(member.dtype, out.dtype):
                 return f"{member!r} becomes {out!r}: only floats and complex values may change their dtype"
-            expected = self.result_layout(eqn, index)
-            if frozenset(out.layout) != frozenset(expected):
-                wanted = dataclasses.replace(out, layout=expected)
-                return f"{member!r} gives {wanted!r}, not {out!r}"
+            layout = self.result_layout(eqn, index)
+            if frozenset(out.layout) != frozenset(layout):
+                expected = dataclasses.replace(out, layout=layout)
+                return f"{member!r} gives {expected!r}, not {out!r}"
         return None
 
     def result_layout(self, eqn: Eqn, index: int) -> Layout:
-        """The layout of a result, which follows from the layout of its member."""
+        """The layout that a result has according to its member."""
         return without(eqn.ins[index].layout, self.axis(eqn))
 
     def axis(self, eqn: Eqn) -> str:
@@ -159,7 +159,7 @@ class Start(Memberwise):
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         ranks = sizes[self.axis(eqn)]
         total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
-        # Of each value, its own part does not come over the wire.
+        # A rank has its own part already.
         return total * (ranks - 1) * self.crossings // ranks
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
@@ -176,8 +176,8 @@ class Start(Memberwise):
 class Gather(Start):
     """Rules of all_gather.
 
-    A rank copies its part into the buffer of the whole value, and sends it from there. It needs a send buffer only for
-    members that are packed together.
+    A rank copies its part into the buffer of the whole value and sends it from there. Only members that are packed
+    together need a send buffer.
     """
 
     moves = True
@@ -202,13 +202,13 @@ class Gather(Start):
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         small = [k for k in range(len(eqn.outs)) if is_small(eqn, k, sizes)]
-        if len(small) < 2:  # a single one is received where its value stays
+        if len(small) < 2:  # a single small member is received where its value stays
             return 0
         return sum(buffer_bytes(eqn, k, sizes) for k in small)
 
 
 class Reduction(Start):
-    """The rules that reduce_scatter and all_reduce share: the total of the terms is the same on every rank."""
+    """Rules of both reduce_scatter and all_reduce: every rank computes the same total of the terms."""
 
     lane = "reduce"
 
@@ -230,13 +230,13 @@ class Reduction(Start):
         return ops.reduce(terms, eqn.kwargs["op"], eqn.results[index].dtype)
 
     def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
-        """A member is sent as it is if it has a message of its own and needs neither a cast nor padding."""
+        """Whether a member has a message of its own, and needs neither a cast nor padding."""
         member = eqn.ins[index]
         if wire_dtype(eqn, member) != member.dtype:
             return False
         split = eqn.results[index].split
         if split is not None:
-            # The rows for one rank are next to each other only along dim 0.
+            # The rows for one rank are contiguous only along dim 0.
             ranks = sizes[self.axis(eqn)]
             if split.dim != 0 or member.shape[0] % ranks != 0:
                 return False
@@ -244,16 +244,16 @@ class Reduction(Start):
 
 
 class ReduceScatter(Reduction):
-    """Rules of reduce_scatter. A rank receives its shard of the term of every other rank, and reduces these."""
+    """Rules of reduce_scatter. A rank receives its shard of every other rank's term, and reduces these shards."""
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         total = self.total(eqn, index, terms)
         split = split_over(eqn.results[index], self.axis(eqn))
-        # Cloned, because a view would keep the total alive.
+        # A view would keep the whole total alive.
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 
     def result_layout(self, eqn: Eqn, index: int) -> Layout:
-        """The layout of its member, and a split over the axis, along the dim that the equation's result has."""
+        """The layout of its member, and a split over the axis along the dim of the equation's result."""
         layout = super().result_layout(eqn, index)
         split = on_axis(eqn.results[index].layout, self.axis(eqn))
         if not isinstance(split, Split):
@@ -264,7 +264,7 @@ class ReduceScatter(Reduction):
         return gloo or self.is_reduced_by_ranks(eqn)
 
     def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
-        return False  # the buffer holds the terms, and their sum is a new value
+        return False  # the buffer holds the terms, and their total is a new value
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
         ranks = sizes[self.axis(eqn)]
@@ -275,15 +275,15 @@ class AllReduce(Reduction):
     """Rules of all_reduce.
 
     Two ranks send each other their whole terms. Among more ranks, the backend computes the total in the send buffer,
-    which is then the receive buffer too. Terms that ranks reduce themselves (see `is_reduced_by_ranks`) take a
-    reduce_scatter and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. A short
-    message is exchanged whole (see `routes`), but charged like a long one.
+    which is then the receive buffer too. Ranks that reduce the terms themselves (see `is_reduced_by_ranks`) send a
+    reduce_scatter and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. The
+    whole terms of a short message are exchanged (see `routes`), but it is charged like a long one.
     """
 
     crossings = 2
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The total, rounded to the dtype that its parts are gathered in."""
+        """The total, rounded to the dtype of the wire, in which its parts are gathered."""
         wire = wire_dtype(eqn, eqn.ins[index])
         return ops.reduce(terms, eqn.kwargs["op"], wire).to(eqn.results[index].dtype)
 
@@ -312,12 +312,12 @@ class Shard(Memberwise):
     """Rules of shard: a view of the whole value, which differs from rank to rank."""
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        whole, dim = eqn.args
-        cut_value = dataclasses.replace(whole, layout=(*whole.layout, Split(self.axis(eqn), dim)))
-        if on_axis(whole.layout, self.axis(eqn)) is not None:
-            return f"{whole!r} is not whole over {self.axis(eqn)}"
-        if not cut_value.is_like(eqn.out):
-            return f"{whole!r} gives {cut_value.type}, not {eqn.out!r}"
+        value, dim = eqn.args
+        part = dataclasses.replace(value, layout=(*value.layout, Split(self.axis(eqn), dim)))
+        if on_axis(value.layout, self.axis(eqn)) is not None:
+            return f"{value!r} is not whole over {self.axis(eqn)}"
+        if not part.is_like(eqn.out):
+            return f"{value!r} gives {part.type}, not {eqn.out!r}"
         return None
 
     def axis(self, eqn: Eqn) -> str:
@@ -331,8 +331,8 @@ class Shard(Memberwise):
         return True
 
 
-# Neither gloo nor NCCL reduces these, and PyTorch does not add the unsigned ones.
-_REDUCED_AS = {
+# Neither gloo nor NCCL reduces these dtypes, and PyTorch does not add the unsigned ones: each has a wider one to send.
+_WIDER_DTYPES = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -340,9 +340,10 @@ _REDUCED_AS = {
 
 
 def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
-    """Whether a member of one dtype may have a result of another: only floats, and complex values, change precision."""
+    """Whether a collective may return this dtype for a member: only floats and complex values change precision."""
     are_floats = member.is_floating_point and result.is_floating_point
-    return member == result or are_floats or (member.is_complex and result.is_complex)
+    are_complex = member.is_complex and result.is_complex
+    return member == result or are_floats or are_complex
 
 
 ALL_GATHER = Primitive("all_gather", Gather())
@@ -354,7 +355,7 @@ _ORDINARY = Rules()
 
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn: Any) -> Eqn:
-    """Start a gather of `shards`, each of which is split over `axis`."""
+    """Start a gather of `shards`, which are split over `axis`."""
     futures = []
     for name, shard in zip(names, shards):
         layout = without(shard.layout, axis)
@@ -375,11 +376,11 @@ def reduce(
 ) -> Eqn:
     """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
 
-    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms. Whole
-    numbers that no backend reduces are sent in a wider dtype.
+    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms. Integers
+    that no backend reduces are sent in a wider dtype.
     """
     if dtype is None:
-        dtype = _REDUCED_AS.get(terms[0].dtype)
+        dtype = _WIDER_DTYPES.get(terms[0].dtype)
     futures = []
     for name, term in zip(names, terms):
         layout = without(term.layout, axis)
@@ -402,10 +403,11 @@ def rules(eqn: Eqn) -> Rules:
     >>> rules(Eqn(SHARD, (), ())).lane, rules(Eqn(WAIT, (), ())).remote
     (None, True)
     """
-    kept = eqn.__dict__  # passes ask dozens of times, and PyTorch hashes an operation in Python
-    if "_rules" not in kept:
-        kept["_rules"] = _rules(eqn.op)
-    return kept["_rules"]
+    # Cached on the equation: passes ask dozens of times, and PyTorch hashes an operation in Python.
+    attributes = eqn.__dict__
+    if "_rules" not in attributes:
+        attributes["_rules"] = _rules(eqn.op)
+    return attributes["_rules"]
 
 
 @functools.cache
@@ -436,13 +438,13 @@ def role(eqn: Eqn) -> str:
 def lane(eqn: Eqn) -> str:
     """The name of the queue of a collective or a copy.
 
-    Gathers and reductions of an axis have a queue each, and so have the copies to the host and from it.
+    Each axis has one queue for gathers and one for reductions. Copies have one queue in each direction.
     """
     return f"{rules(eqn).axis(eqn) or LINK} {rules(eqn).lane}"
 
 
 def bucket_key(start: Eqn) -> tuple:
-    """The properties that all members of a bucket share, so that one message and one rule serve them all.
+    """The properties that all members of a bucket share, because they have one message and one equation.
 
     >>> from ztrans.ir import Provenance
     >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))
@@ -452,7 +454,7 @@ def bucket_key(start: Eqn) -> tuple:
     member, future = start.ins[0], start.results[0]
     axis = start.kwargs["axis"]
     op = start.kwargs.get("op")
-    along = [p for p in (*member.layout, *future.layout) if p.axis == axis]
+    placements = [p for p in (*member.layout, *future.layout) if p.axis == axis]
     return (
         start.op,
         axis,
@@ -462,8 +464,8 @@ def bucket_key(start: Eqn) -> tuple:
         member.dtype,
         future.dtype,
         op,
-        tuple(p.dim for p in along if isinstance(p, Split)),
-        tuple(p.op for p in along if isinstance(p, Partial)),
+        tuple(p.dim for p in placements if isinstance(p, Split)),
+        tuple(p.op for p in placements if isinstance(p, Partial)),
     )
 
 
@@ -479,7 +481,7 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     for start in starts:
         if bucket_key(start) != bucket_key(first):
             names = f"{first.out.name} and {start.out.name}"
-            raise ValueError(f"coalesce: {names} share a bucket, but not one key.")
+            raise ValueError(f"coalesce: {names} share a bucket but have different keys.")
 
     members: list[Var] = []
     outs: list[Var] = []
@@ -499,7 +501,7 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
 def erase_trivial(graph: Graph) -> Graph:
     """Replace each collective over an axis of one rank, which moves nothing, by its members.
 
-    They are cast as if they had been sent.
+    They are cast as if they were sent.
     """
     trivial = {axis for axis, size in graph.axes.items() if size == 1}
     if not trivial:
@@ -522,7 +524,7 @@ def erase_trivial(graph: Graph) -> Graph:
 
 
 def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
-    """The casts of a member to the dtype in which it would be sent, and to the dtype of its result."""
+    """The casts of a member to the dtype of the wire, and then to the dtype of its result."""
     casts: list[Eqn] = []
     for dtype in (start.kwargs.get("dtype"), out.dtype):
         if dtype is None or dtype == member.dtype:
@@ -536,10 +538,10 @@ def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
 
 
 def _without_axes(graph: Graph, axes: set[str]) -> Graph:
-    """The program without `axes`, of one rank each, in the layouts of its values."""
+    """The program without `axes`, which have one rank each, in the layouts of its values."""
     new_values: dict[Var, Var] = {}
     for v in (*graph.inputs, *producers(graph.eqns)):
-        layout = tuple(part for part in v.layout if part.axis not in axes)
+        layout = tuple(p for p in v.layout if p.axis not in axes)
         if layout != v.layout:
             new_values[v] = dataclasses.replace(v, layout=layout)
     if not new_values:

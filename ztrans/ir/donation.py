@@ -1,12 +1,12 @@
-"""Which equations may write their result over an argument that nothing reads any more.
+"""Decide which equations write their result over an argument that nothing reads afterwards.
 
-The caller of a step gives the storage of the state away, so an elementwise update of the state runs in place. An
-operation on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and
-no collective that is under way reads it.
+The caller of a step donates the storage of the state, so an elementwise update of the state runs in place. An operation
+on a temporary also runs in place if the argument fills its storage, the equation is the last to read it, and no
+collective in flight reads it.
 
-Updates run in place, so the state of a rank that fails between two of them is half updated. In a program that
-`writes_last` has reordered, the equations that write the state run after everything that can fail because of another
-rank: every collective, forward and backward. A step that fails before the first write leaves the old state unchanged.
+A rank that fails between two updates in place has a half-updated state. `writes_last` reorders a program so that the
+equations that write the state run after everything that can fail because of another rank: every collective, forward and
+backward. A step that fails before the first write leaves the old state unchanged.
 
     m1 = mul(m, 0.9)                 n = norm(g)
     n = norm(g)               -->    s = wait(all_reduce(n))
@@ -37,28 +37,25 @@ from .user_collectives import is_user_wait
 # Arguments that are overwritten, each with the result that replaces it.
 Overwritten = list[tuple[Var, Var | None]]
 
-# The most bytes of a constant that is made once, and used by every step.
-_SMALL = 16 << 10
+# The most bytes of a constant that is made once and used by every step.
+_MOST_CONSTANT_BYTES = 16 << 10
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
 def writes_last(graph: Graph) -> Graph:
-    """Move the equations of the update on which no collective depends to the end of the program.
+    """Move those equations of the update that no collective depends on to the end of the program.
 
-    Random draws must keep their order, so they, and what they depend on, stay.
+    Random draws keep their order, so they and what they depend on stay in place.
     """
-    fixed = []
-    for e in graph.eqns:
-        if _can_fail(e) or is_random(e):
-            fixed.append(e)
-    first = needed(fixed, producers(graph.eqns))
-    return reordered(graph, lambda e: e not in first).with_hints(update="last")
+    fixed = [e for e in graph.eqns if _can_fail(e) or is_random(e)]
+    before_writes = needed(fixed, producers(graph.eqns))
+    return reordered(graph, lambda e: e not in before_writes).with_hints(update="last")
 
 
 def first_write(graph: Graph) -> int:
     """The index of the first equation that may write over the state; 0 unless the program writes its state last.
 
-    The gathers for the next step read the new state, so they start after that.
+    The gathers for the next step read the new state, so they start after it and do not count.
     """
     if graph.hints.update != "last":
         return 0
@@ -71,29 +68,29 @@ def first_write(graph: Graph) -> int:
 
 
 def _can_fail(e: Eqn) -> bool:
-    """Whether an equation is a collective, which may fail because of another rank, or is forward or backward."""
+    """Whether an equation is a collective, which may fail because of another rank, or runs in forward or backward."""
     return e.region != "update" or rules(e).remote
 
 
 def is_constant(e: Eqn) -> bool:
     """Whether an equation makes a small constant.
 
-    Nothing may write over it, because it is made once and used by every step.
+    It is made once and used by every step, so nothing may write over it.
     """
     if e.ins or len(e.results) != 1 or not isinstance(e.op, torch._ops.OpOverload):
         return False
-    is_small = e.out.numel * e.out.dtype.itemsize <= _SMALL
+    is_small = e.out.numel * e.out.dtype.itemsize <= _MOST_CONSTANT_BYTES
     return is_small and not e.out.layout and not is_random(e)
 
 
 @dataclass(frozen=True)
 class Donation:
-    """Which equations write over their arguments, and how long each storage is then needed.
+    """Which equations write over their arguments, and how long each storage is needed as a consequence.
 
     Attributes:
-        in_place_ops: for each equation that writes in place, the operation that does so.
-        last: as in `Liveness`; a storage lives on in a result that took it over.
-        owner: for each value, the first value that had its storage.
+        in_place_ops: the operation of each equation that writes in place.
+        last: as in `Liveness`; a storage is also needed by a result that took it over.
+        owner: for each value, the first value in its storage.
         read_until: for each storage, the index of the last equation during which a collective still reads it.
     """
 
@@ -111,8 +108,8 @@ def donation(graph: Graph, kept_out_of_place: frozenset[Eqn] = frozenset()) -> D
     in_place_ops: dict[Eqn, Any] = {}
     for index, eqn in enumerate(graph.eqns):
         if eqn not in kept_out_of_place:
+            # Take the first safe choice: PyTorch's own twin comes before ours.
             for op, overwritten in _choices(eqn):
-                # The first choice that is safe is taken: PyTorch's own twin comes before ours.
                 if _fits(eqn, overwritten) and storages.may_write(index, eqn, overwritten):
                     in_place_ops[eqn] = op
                     storages.take_over(overwritten)
@@ -126,13 +123,15 @@ class _StorageOwners:
     """The owner of each storage and the last equation that needs it, while results take over storages of arguments.
 
     Attributes:
-        root, last: as in `Liveness`, before and after results have taken over storages.
+        root: as in `Liveness`, before results take over storages.
+        last: as in `Liveness`, updated as results take over storages.
+        inputs: the inputs of the program.
         state: the leaves of the state.
         writes_from: the index of the first equation that may write over the state.
-        writable: the values that fill a storage which the program may write.
-        read_after: the storages that a copy still reads when the step has ended. None is one of the caller's, who may
-            write over these.
-        earlier_owner: for each result that took a storage over, the value that owned it before.
+        writable: the values that fill a storage that the program may write.
+        read_after: the storages that a copy still reads after the step. The caller must not own them, because it may
+            write over what it owns.
+        earlier_owner: for each result that took over a storage, the value that owned it before.
         read_until: for each storage, the index of the last equation during which a collective still reads it.
     """
 
@@ -149,19 +148,19 @@ class _StorageOwners:
         self.read_until: dict[Var, int] = {}
 
     def owner(self, v: Var) -> Var:
-        """The first value that had the storage of `v`."""
+        """The first value in the storage of `v`."""
         v = self.root[v]
         while v in self.earlier_owner:
             v = self.earlier_owner[v]
         return v
 
     def may_write(self, index: int, e: Eqn, overwritten: Overwritten) -> bool:
-        """Whether each overwritten argument fills a storage of its own, which nothing else needs any more."""
+        """Whether each overwritten argument fills a storage of its own that nothing needs afterwards."""
         owners = [self.owner(v) for v, _ in overwritten]
-        # Two arguments in one storage would get one result.
+        # Two results cannot go to one storage.
         if len(set(owners)) < len(owners):
             return False
-        # A kernel may read an element of another argument after it has written the same memory.
+        # A kernel may read an element of another argument after it has written to the same memory.
         if any(self.owner(v) in owners for v in _unwritten(e, overwritten)):
             return False
         # The caller may write over an input after the step, while a copy of the step still reads the result.
@@ -176,11 +175,11 @@ class _StorageOwners:
         """Whether equation `index` is the last that needs a storage, and no collective still reads it."""
         if self.last[storage] != index or self.read_until.get(storage, -1) >= index:
             return False
-        # If another rank fails before that, the state is still the old one.
+        # The state must still be the old one if another rank fails before `writes_from`.
         return index >= self.writes_from or storage not in self.state
 
     def take_over(self, overwritten: Overwritten) -> None:
-        """From here on the storage of each overwritten argument holds the result."""
+        """Give the storage of each overwritten argument to its result."""
         for v, result in overwritten:
             if result is not None:
                 owner = self.owner(v)
@@ -188,7 +187,7 @@ class _StorageOwners:
                 self.earlier_owner[result] = owner
 
     def advance_past(self, e: Eqn, released: int | None) -> None:
-        """Note that an equation has run. If it is a collective, it reads its arguments until equation `released`."""
+        """Go on to the next equation. If `e` is a collective, it reads its arguments until equation `released`."""
         if released is not None:
             for owner in map(self.owner, e.ins):
                 self.read_until[owner] = max(released, self.read_until.get(owner, -1))
@@ -196,15 +195,17 @@ class _StorageOwners:
             if not is_constant(e):
                 self.writable.update(out for out in e.results if not out.future)
         elif is_user_wait(e) and e.ins[0] in self.writable:
-            self.writable.update(e.results)  # this wait returns its argument, not a part of it
+            self.writable.update(
+                e.results
+            )  # this wait returns its argument itself, which fills its storage
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:
-    """For the start of each collective, the index of the equation until which it reads its members.
+    """For the start of each collective, the index of the last equation during which it reads its members.
 
     A GPU packs members while the following equations run, until the next start or the next first wait at the latest.
-    The user's own collectives read theirs until they are waited for. A member that is sent unpacked is read until its
-    wait, too: `liveness` sees to that.
+    The user's own collectives read their members until their wait. So do collectives that send a member unpacked, which
+    `liveness` takes into account.
     """
     collectives = pair(graph, include_user=True, include_copies=True).starts.values()
     packed = [c for c in collectives if rules(c.start).packs]
@@ -213,16 +214,15 @@ def _released(graph: Graph) -> dict[Eqn, int]:
 
     released = {c.start: c.first_wait for c in collectives}
     for c in packed:
-        # There is one: every start has a wait after it.
-        next_event = events[bisect_right(events, c.index)]
-        released[c.start] = next_event
+        # Every start has a wait after it, so there is a next event.
+        released[c.start] = events[bisect_right(events, c.index)]
     return released
 
 
 def _fits(e: Eqn, overwritten: Overwritten) -> bool:
     """Whether every overwritten argument has the type and the device of its result.
 
-    A scalar that is computed with another argument does not fit: it may be on the CPU, and its result on the GPU.
+    A scalar does not fit if there are other arguments: it may be on the CPU, and the result on the GPU.
     """
     if not overwritten:
         return False
@@ -240,7 +240,7 @@ def _unwritten(e: Eqn, overwritten: Overwritten) -> list[Var]:
 
 
 def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
-    """The ways in which an equation can write over its arguments: an operation, and the arguments that it writes."""
+    """The ways to write over arguments of an equation: an operation, and the arguments that it overwrites."""
     twin = in_place(e.op)
     if e.kwargs.get("over") is not None and rules(e).copies:
         yield e.op, [(e.kwargs["over"], e.out)]
@@ -251,7 +251,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     elif twin is not None:
         yield twin, _overwritten(e, twin)
 
-    # A twin writes over its first argument only. Arithmetic may write over the second one.
+    # A twin writes over its first argument only. Arithmetic may also write over the second one.
     if _out_form(e.op) is not None and (twin is None or op_facts(e.op).arithmetic):
         for k, v in enumerate(e.args):
             if isinstance(v, Var) and (k or twin is None):
@@ -260,7 +260,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
 
 @functools.cache
 def in_place(op: Any) -> Any:
-    """The in-place twin of an elementwise operation or of a fused optimizer's update, or None."""
+    """The in-place twin of an elementwise operation or of the update of a fused optimizer, or None."""
     facts = op_facts(op)
     if not (facts.pointwise or facts.fused_update):
         return None
@@ -283,7 +283,7 @@ def updated(e: Eqn, twin: Any) -> Overwritten:
 def _overwritten(e: Eqn, twin: Any) -> Overwritten:
     """The arguments that the in-place twin overwrites."""
     pairs = updated(e, twin)
-    # PyTorch's fused optimizers declare that they write gradients. They do so only to unscale them.
+    # PyTorch's fused optimizers declare that they write gradients, but they do so only to unscale them.
     declares_gradients = op_facts(e.op).fused_update and is_written(twin._schema.arguments[1])
     if declares_gradients and e.kwargs.get("grad_scale") is None:
         del pairs[1:2]
@@ -297,13 +297,13 @@ def batch_norm_over(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 @functools.cache
 def _out_form(op: Any) -> Any:
-    """The form with `out=` of an operation that may write over an argument while it reads it, or None."""
+    """The `out=` form of an operation that may write over an argument while it reads it, or None."""
     if not (op_facts(op).pointwise or op_facts(op).by_row):
         return None
     signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     for form in overloads(op.overloadpacket):
         arguments = form._schema.arguments
-        # Generated forms allocate a result and copy it.
+        # Generated forms allocate a result and copy it, so they save nothing.
         if torch.Tag.generated in form.tags or not arguments or not arguments[-1].is_out:
             continue
         if [(a.name, str(a.type)) for a in arguments[:-1]] == signature:
@@ -312,7 +312,7 @@ def _out_form(op: Any) -> Any:
 
 
 def overwritten_place(op: Any) -> int:
-    """The index of the argument that an operation of `in_place_ops` writes over: 0, or the `place` of `onto`.
+    """The index of the argument that an operation in `in_place_ops` writes over: 0, or the `place` of `onto`.
 
     >>> overwritten_place(torch.ops.aten.add_.Tensor)
     0
@@ -326,7 +326,7 @@ def overwritten_place(op: Any) -> int:
 def onto(op: Any, place: int) -> Callable:
     """`op` as a function that writes its result over argument number `place`.
 
-    It does so only if the result would have the strides of that argument, which code after it may rely on: if all
+    It does so only if the result would have the strides of that argument, because later code may rely on them: if all
     arguments are contiguous, or, in plain arithmetic, if both have the same strides or the other one is a scalar.
 
     >>> x = torch.ones(2, 2)
@@ -336,16 +336,16 @@ def onto(op: Any, place: int) -> Callable:
     form = _out_form(op)
     if form is None:
         raise ValueError(f"{op} has no form that writes where it reads.")
-    # A recurrent layer calls these functions hundreds of times a step, on small tensors: each microsecond here counts.
+    # A recurrent layer calls these functions hundreds of times a step on small tensors: each microsecond here counts.
     write = direct(form)
     allocate = direct(op)
     *arguments, out = form._schema.arguments
     tensors = [i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor"]
 
     def overwrite_term(x: torch.Tensor, y: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        target, other = (y, x) if place else (x, y)
-        fits = target.is_contiguous() and other.is_contiguous()
-        if fits or target.stride() == other.stride() or not other.dim():
+        target, operand = (y, x) if place else (x, y)
+        are_contiguous = target.is_contiguous() and operand.is_contiguous()
+        if are_contiguous or target.stride() == operand.stride() or not operand.dim():
             return write(x, y, **kwargs, out=target)
         return allocate(x, y, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The staged graph, which is an explicitly typed, functional, straight-line program.
+"""The program of a train step as data: an explicitly typed, functional, straight-line graph.
 
     graph  ::=  inputs eqn* outputs          eqn  ::=  var, ... = op(arg, ..., key=arg)
     var    ::=  name: dtype[shape]           arg  ::=  var | literal | list of args
@@ -10,9 +10,9 @@ which part of it each rank holds:
     f32[32@dp/8,16]   split along dim 0 over each 8 neighbours of dp
     f32[]{sum@dp}     one term of a sum on each rank of dp
     f32[4,16]         whole on every rank
-    f32[4,16]!        a future: the result of a collective that was started and not yet waited for
+    f32[4,16]!        a future: the result of a collective that has started and must still be waited for
     f32<host>[4,16]   in the memory of the host, where no operation can read it (see `copies`)
-    f32<host>[4,16]!  a leaf of the state that is being copied there, by the step before (see `carried_copies`)
+    f32<host>[4,16]!  a leaf of the state that the previous step is still copying there (see `carried_copies`)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .nested import ATOMS, instances
 from .op_facts import is_random
 from .source import Source
 
-if TYPE_CHECKING:  # the module of the rules imports this one, because rules take equations
+if TYPE_CHECKING:  # `rules` imports this module, because rules take equations
     from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
@@ -61,13 +61,13 @@ class Partial:
     op: str
 
 
-Placement = Split | Partial | None  # over one mesh axis; None is a value that every rank has whole
+Placement = Split | Partial | None  # over one mesh axis; None: whole on every rank
 Layout = tuple[Split | Partial, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """A value of the program: stable name, dtype, global shape, layout over the mesh, and the memory that it is in."""
+    """A value of the program: its stable name, dtype, global shape, layout over the mesh, and memory."""
 
     name: str
     dtype: torch.dtype
@@ -107,11 +107,11 @@ class Var:
 
     @property
     def base_name(self) -> str:
-        """The name without the quote with which the name of a future ends."""
+        """The name without the quote at the end of a future's name."""
         return self.name.removesuffix("'")
 
     def is_like(self, other: Var) -> bool:
-        """Whether another value has the same dtype, shape and layout, in the same memory."""
+        """Whether another value has the same dtype, shape, layout and memory."""
         mine = (self.dtype, self.shape, self.layout, self.memory)
         return mine == (other.dtype, other.shape, other.layout, other.memory)
 
@@ -126,7 +126,7 @@ def value_of_future(future: Var) -> Var:
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """An operation of ztrans, which PyTorch does not have, and its rules (see `rules`)."""
+    """An operation that PyTorch does not have, and its rules (see `rules`)."""
 
     name: str
     rules: Rules
@@ -137,13 +137,13 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Why a collective exists: its role, the leaves of the state that it is for, and its mesh axis.
+    """Why a collective exists: its role, the leaves of the state that it serves, and its mesh axis.
 
     A copy between two memories has the role "offload" and the axis "host".
 
-    `regather` marks the gather of a value that an earlier gather has brought. With "auto" a plan may keep the earlier
-    value instead, or a part of it on each rank; with "always" the earlier value must be dropped. With a number, that
-    many neighbours keep a part each, and gather it again among themselves.
+    A gather has a `regather` if an earlier gather has brought the same value. With "auto" a plan may keep the earlier
+    value instead, or a part of it on each rank. With "always" the earlier value must be dropped. With a number, that
+    many neighbours keep one part each, and gather the value again among themselves.
     """
 
     role: Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
@@ -152,7 +152,7 @@ class Provenance:
     regather: Literal["auto", "always"] | int | None = None
 
 
-# What a selective checkpoint of the step demands of the results of an equation. What it merely prefers is no demand.
+# What a selective checkpoint of the step requires for the results of an equation. A preference is not a demand.
 Demand = Literal["save", "recompute", "host"]
 
 # Where a plan may move an equation.
@@ -164,23 +164,22 @@ Move = Literal["birth", "gather", "reduce"]
 
 @dataclass(frozen=True)
 class Hints:
-    """What transforms ask of the plan. Each sets fields of its own, so their order does not matter.
+    """What transforms ask of the plan. Each transform sets its own fields, so their order does not matter.
 
     Attributes:
-        memory_limit: bytes that may be live on a rank, at most. None sets no limit.
-        limit_option: the option that asks for this limit, such as "prefetch(memory=100)"; "" if the limit is what the
-            device has.
-        gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
-        bucket: bytes in a bucket of reductions, at most.
-        matmuls_between: matmuls between the starts of two reductions, at most.
-        update: "eager" runs updates as soon as they can run. With "last" the program writes its state only after every
-            collective, forward and backward.
-        recompute_at_least: the least bytes of a value that a plan may recompute in backward. If it is None, the plan
-            recomputes none.
+        memory_limit: the most bytes that may be live on a rank; None for no limit.
+        limit_option: the option that asks for this limit, such as "prefetch(memory=100)"; "" if the limit is the memory
+            of the device.
+        gathers_in_flight, reductions_in_flight: the most bytes that have started and are not yet waited for.
+        bucket: the most bytes in a bucket of reductions.
+        matmuls_between: the most matmuls between the starts of two reductions.
+        update: "eager" runs updates as soon as they can run. With "last" the program writes its state only after
+            forward, backward and every collective.
+        recompute_at_least: the least bytes of a value that a plan may recompute in backward; None forbids it.
         regather: how values are gathered again (see `Provenance`).
         offload: whether values of forward may wait for backward on the host, so that the step fits its limit.
         across_steps: whether the first gathers of the next step start in the update of this one.
-        carry_copies: whether copies of the new state to the host may go on under the next step.
+        carry_copies: whether copies of the new state to the host may continue during the next step.
     """
 
     memory_limit: int | None = None
@@ -205,8 +204,8 @@ class Eqn:
         op, args, kwargs, outs: the operation, what it reads, and what it binds.
         hint: where a plan may move it.
         provenance: why it exists, if it is a collective or a copy that a transform placed.
-        demand: what a selective checkpoint around it demands of its results.
-        repeats: the equation of forward whose results this one of backward computes again (see `recompute`).
+        demand: what a selective checkpoint around it requires for its results.
+        repeats: the equation of forward that this one of backward runs again (see `recompute`).
     """
 
     op: torch._ops.OpOverload | Primitive
@@ -222,12 +221,12 @@ class Eqn:
 
     @functools.cached_property
     def ins(self) -> tuple[Var, ...]:
-        """The variables that it reads, in order, repeats included."""
+        """The variables that it reads, in order, with duplicates."""
         return (*variables(self.args), *variables(self.kwargs))
 
     @functools.cached_property
     def results(self) -> tuple[Var, ...]:
-        """The variables that it binds, in order. `outs` also has None for each result that is no tensor."""
+        """The variables that it binds, in order. `outs` also has a None for each result that it does not bind."""
         return tuple(out for out in self.outs if out is not None)
 
     @property
@@ -238,7 +237,7 @@ class Eqn:
     replace = dataclasses.replace
 
     def with_inputs(self, value_of: Callable[[Var], Any], **changes: Any) -> Eqn:
-        """The equation with `value_of(v)` in place of each variable `v` that it reads, and with other changes."""
+        """The equation that reads `value_of(v)` instead of each variable `v`, with other changes."""
         args = substitute(self.args, value_of)
         kwargs = substitute(self.kwargs, value_of)
         if args is self.args and kwargs is self.kwargs and not changes:
@@ -252,16 +251,17 @@ class Graph:
 
     Attributes:
         batch: the inputs that differ from rank to rank.
-        mesh, joint: the axes of the mesh and their sizes; the joint axes, each several of these as one, and the
-            neighbours on an axis (see `axes`).
+        mesh: the axes of the mesh and their sizes.
+        joint: the names of joint axes, and of neighbours on an axis (see `axes`).
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
         hints: what transforms ask of the plan.
         zero_stage: the ZeRO stage, if there is one.
-        micro: the number of `micro_batches`, for one of which it is written.
-        donated: inputs besides the state that the program may overwrite, each with the result that replaces it.
-        carried: the number of gathers that pass from step to step (see `across_steps`). The last inputs are their
-            futures, which the step before has started, and the last outputs those that this step starts for the next.
-        transforms, added: the transforms that were applied, in order; the names of the outputs that they have added.
+        micro: the number of micro-batches; the program is written for one of them (see `micro_batches`).
+        donated: inputs outside the state that the program may overwrite, each with the result that replaces it.
+        carried: the number of futures of gathers that pass from step to step (see `across_steps`). The last inputs are
+            the futures that the previous step started, and the last outputs are the futures for the next step.
+        transforms: the transforms that were applied, in order.
+        added: the names of the outputs that transforms added.
     """
 
     name: str
@@ -288,19 +288,19 @@ class Graph:
         return self.replace(hints=dataclasses.replace(self.hints, **changes))
 
     def with_memory_limit(self, limit: int, transform: str) -> Graph:
-        """This program with a limit of live bytes, for which the transform of this name asks.
+        """This program with a limit of live bytes that the transform of this name asks for.
 
-        It is a limit of the whole step, so all transforms that ask for one must ask for the same.
+        The limit holds for the whole step, so all transforms that ask for one must ask for the same.
 
-        Raises: ValueError if a transform before this one asks for another limit.
+        Raises: ValueError if an earlier transform asks for another limit.
         """
-        asked = f"{transform}(memory={limit})"
+        option = f"{transform}(memory={limit})"
         if self.hints.limit_option and self.hints.memory_limit != limit:
             raise ValueError(
-                f"{transform}: {asked} and {self.hints.limit_option} are two limits of one step.\n"
+                f"{transform}: {option} and {self.hints.limit_option} are two limits of one step.\n"
                 f"Give both the same limit, or leave one of them out."
             )
-        return self.with_hints(memory_limit=limit, limit_option=self.hints.limit_option or asked)
+        return self.with_hints(memory_limit=limit, limit_option=self.hints.limit_option or option)
 
     @functools.cached_property
     def axes(self) -> dict[str, int]:
@@ -309,12 +309,12 @@ class Graph:
 
     @property
     def tensor_inputs(self) -> tuple[Var, ...]:
-        """The inputs without the futures that are carried."""
+        """The inputs without the carried futures."""
         return self.inputs[: len(self.inputs) - self.carried]
 
     @property
     def carried_inputs(self) -> tuple[Var, ...]:
-        """The futures of gathers that the step before has started."""
+        """The futures of gathers that the previous step started."""
         return self.inputs[len(self.inputs) - self.carried :]
 
     @property
@@ -324,9 +324,9 @@ class Graph:
 
     @functools.cached_property
     def carried_futures(self) -> dict[Var, Var]:
-        """The futures that the step returns, each with the input as which the next step takes it.
+        """The futures that the step returns, each with the input that receives it in the next step.
 
-        They are those of gathers that are carried, and leaves of the state that are being copied to the host.
+        They are the futures of carried gathers, and leaves of the state that are being copied to the host.
         """
         futures = {}
         for old, new in zip(self.inputs[: self.num_state], self.outputs):
@@ -366,7 +366,7 @@ def variables(tree: Any) -> list[Var]:
 
 
 def substitute(tree: Any, value_of: Callable[[Var], Any]) -> Any:
-    """`tree` with every `Var` replaced by `value_of(var)`; `tree` itself if these are the same."""
+    """`tree` with every `Var` replaced by `value_of(var)`; `tree` itself if nothing changes."""
     if isinstance(tree, Var):
         return value_of(tree)
     if type(tree) in ATOMS:
@@ -391,7 +391,7 @@ def producers(eqns: Iterable[Eqn]) -> dict[Var, Eqn]:
 
 @cached_on_graph
 def users(graph: Graph) -> Mapping[Var, Sequence[Eqn]]:
-    """The equations that read each variable, in program order, each once. Nobody may change the result."""
+    """The equations that read each variable, in program order, each once. The result is cached: do not change it."""
     readers: dict[Var, list[Eqn]] = {}
     for eqn in graph.eqns:
         for var in dict.fromkeys(eqn.ins):
@@ -400,7 +400,7 @@ def users(graph: Graph) -> Mapping[Var, Sequence[Eqn]]:
 
 
 def used_once(graph: Graph) -> dict[Var, Eqn]:
-    """The values that one equation reads and the step does not return, each with the equation that binds it."""
+    """The values that a single equation reads and that are not outputs, each with the equation that binds it."""
     makers = producers(graph.eqns)
     outputs = set(variables(graph.outputs))
     single_use: dict[Var, Eqn] = {}
@@ -412,11 +412,12 @@ def used_once(graph: Graph) -> dict[Var, Eqn]:
 
 @cached_on_graph
 def dce(graph: Graph, has_effect: Callable[[Eqn], bool] = is_random) -> Graph:
-    """Drop the equations whose results are never read. Those with an effect stay: by default, random draws."""
+    """Drop the equations whose results are never read, unless they have an effect. By default random draws have one."""
     live = set(variables(graph.outputs))
     eqns = []
     for eqn in reversed(graph.eqns):
-        if not live.isdisjoint(eqn.results) or has_effect(eqn):
+        is_read = not live.isdisjoint(eqn.results)
+        if is_read or has_effect(eqn):
             eqns.append(eqn)
             live.update(eqn.ins)
     return graph.replace(eqns=tuple(reversed(eqns)))

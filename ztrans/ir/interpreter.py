@@ -1,4 +1,4 @@
-"""The interpreter defines the meaning of a program: it runs the equations one after the other on plain tensors.
+"""The interpreter, which defines what a program means: it runs the equations one by one on plain tensors.
 
 `evaluate` runs a program on one rank. `lockstep` runs all ranks of a lowered program in one process, equation by
 equation, so it computes the result of eight ranks in milliseconds. It also runs the collectives that the user's own
@@ -26,7 +26,7 @@ Coordinates = Mapping[str, int]  # the index of a rank along each axis
 
 
 def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
-    """The outputs of a program on one rank, from its flat inputs.
+    """The outputs of a program on one rank for its flat inputs.
 
     >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (2,))
     >>> double = Graph("double", (x,), (Eqn(torch.ops.aten.mul.Tensor, (x, 2), (y,)),), (y,), 0)
@@ -37,7 +37,7 @@ def evaluate(graph: Graph, *inputs: torch.Tensor) -> list[Any]:
 
 
 def coordinates(mesh: Sequence[tuple[str, int]], joint: Iterable[str] = ()) -> list[dict[str, int]]:
-    """The index of each rank along every axis of a mesh, and along joint axes and among neighbours, in rank order.
+    """The index of each rank along every axis of a mesh, along joint axes, and among neighbours, in rank order.
 
     >>> coordinates([("host", 2), ("dp", 2)])[2]
     {'host': 1, 'dp': 0}
@@ -48,12 +48,12 @@ def coordinates(mesh: Sequence[tuple[str, int]], joint: Iterable[str] = ()) -> l
 
 
 def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """The outputs of every rank, from every rank's flat inputs, which are not changed.
+    """The outputs of every rank for every rank's flat inputs, which stay unchanged.
 
     Raises:
-        ValueError: the number of ranks is not that of the mesh, or a collective of the user's step is over a group
-            that is no axis of the mesh, or sends from one rank to another.
-        TypeError: it is called inside a transform of torch.func.
+        ValueError: the mesh has another number of ranks, or a collective of the user's step runs over a group that is
+            not an axis of the mesh, or sends from one rank to another.
+        TypeError: lockstep is called inside a transform of torch.func.
     """
     refuse_inside("lockstep", ranks)
     if graph.micro > 1:
@@ -75,17 +75,18 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
 
 
 def _dead_after(graph: Graph) -> dict[Eqn, list[Var]]:
-    """For each equation, the values that it is the last to read."""
-    last: dict[Var, Eqn] = {}
+    """For each equation, the values that nothing reads after it."""
+    last_reader: dict[Var, Eqn] = {}
     for e in graph.eqns:
-        last.update(dict.fromkeys(e.ins, e))
+        for v in e.ins:
+            last_reader[v] = e
     for v in variables(graph.outputs):
-        last.pop(v, None)
-    return grouped((e, v) for v, e in last.items())
+        last_reader.pop(v, None)
+    return grouped((e, v) for v, e in last_reader.items())
 
 
 def _micro_batches(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    """As `lockstep`, one micro-batch after the other."""
+    """Run `lockstep` on one micro-batch after the other."""
     programs = micro_batch_programs(graph)
     carries = [Carry(graph, programs, inputs) for inputs in ranks]
     for program in programs.before_last:
@@ -103,10 +104,10 @@ def _run(
 ) -> None:
     """Compute one equation on every rank, group by group, and add its results to `values`."""
     for group in _groups(graph, rules(eqn).axis(eqn)):
-        local = [localize(eqn, graph.axes, rank_coordinates[rank]) for rank in group]
-        results = rules(eqn).meaning(local, [values[rank] for rank in group])
-        for rank, results_of_rank in zip(group, results):
-            for v, x in zip(eqn.outs, results_of_rank):
+        local_eqns = [localize(eqn, graph.axes, rank_coordinates[rank]) for rank in group]
+        results = rules(eqn).meaning(local_eqns, [values[rank] for rank in group])
+        for rank, rank_results in zip(group, results):
+            for v, x in zip(eqn.outs, rank_results):
                 if v is not None:
                     values[rank][v] = x
 
@@ -114,12 +115,12 @@ def _run(
 def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
     ranks = []
-    for coordinates_of_rank in coordinates(graph.mesh, graph.joint):
+    for rank_coordinates in coordinates(graph.mesh, graph.joint):
         parts = []
         for v, leaf in zip(graph.inputs, state):
             split = v.split
             if split is not None:
-                index = coordinates_of_rank[split.axis]
+                index = rank_coordinates[split.axis]
                 leaf = cut(leaf, split, graph.axes[split.axis], index)
             parts.append(leaf)
         ranks.append(parts)
@@ -131,20 +132,20 @@ def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[to
     full = list(ranks[0][: graph.num_state])
     for i, v in enumerate(graph.inputs[: graph.num_state]):
         if v.split is not None:
-            # Groups that differ along other axes hold the same parts, so the first one will do.
+            # All groups along this axis hold the same parts, so take the first.
             group = _groups(graph, v.split.axis)[0]
             full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
     return full
 
 
 def _groups(graph: Graph, axis: str | None) -> list[list[int]]:
-    """Groups of the ranks that differ only along `axis`, in the order of the axis; without an axis, single ranks."""
+    """The groups of ranks that differ only along `axis`, in its order. Without an axis each rank is a group."""
     sizes = dict(graph.mesh)
     count = math.prod(sizes.values())
     if axis is None:
         return [[rank] for rank in range(count)]
     if axis not in graph.axes:
         axes = ", ".join(map(repr, graph.axes))
-        raise ValueError(f"lockstep: {axis!r} is no axis of the mesh, which has {axes}.")
+        raise ValueError(f"lockstep: {axis!r} is not an axis of the mesh, which has {axes}.")
     ranks = torch.arange(count, device="cpu").view(tuple(sizes.values()))
     return groups_along(ranks, tuple(sizes), [axis])

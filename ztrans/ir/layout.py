@@ -1,10 +1,10 @@
-"""Meshes, and how values and the leaves of a state are split over them. Only this module computes the parts of ranks.
+"""Meshes, and how values and leaves of a state are split over them. Only this module computes the parts of ranks.
 
 A mesh is PyTorch's `DeviceMesh`, or an `AbstractMesh`, which has no devices.
 
 A value is split over n ranks as `torch.chunk` and DTensor's `Shard` split it: rank r holds the rows
 [r*c, (r+1)*c) with c = ceil(rows / n), so the last parts may be short or empty. Inside a collective every part is
-padded to c rows; between steps nothing is padded. A leaf whose rows are fewer than half of the ranks is not split.
+padded to c rows; between steps nothing is padded. A leaf with fewer rows than half of the ranks is not split.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AbstractMesh:
-    """A mesh of axes and their sizes, without devices, as `jax.sharding.AbstractMesh`.
+    """A mesh without devices, only axes and their sizes, like `jax.sharding.AbstractMesh`.
 
-    With it, one machine can trace, lower and print a program for any number of ranks, and estimate its cost.
+    With it one machine can trace, lower and print a program for any number of ranks, and estimate its cost.
 
     >>> AbstractMesh(host=2, dp=4)
     AbstractMesh(host=2, dp=4)
@@ -75,7 +75,7 @@ def chunk(rows: int, size: int) -> int:
 def is_worth_splitting(rows: int, size: int) -> bool:
     """Whether a leaf with `rows` rows is split over `size` ranks.
 
-    It is not if its rows are fewer than half of the ranks: each part is padded to a row, so a gather would need more
+    It is not if it has fewer rows than half of the ranks: each part is padded to a row, so a gather would need more
     than twice the bytes of the leaf.
 
     >>> is_worth_splitting(10, 4), is_worth_splitting(2, 4), is_worth_splitting(1, 4)
@@ -90,25 +90,25 @@ def part(rows: int, size: int, rank: int) -> tuple[int, int]:
     >>> [part(10, 4, r) for r in range(4)]
     [(0, 3), (3, 3), (6, 3), (9, 1)]
     """
-    # Short and empty parts come last, so every part begins at a multiple of the same number.
+    # Short and empty parts come last, so parts begin at multiples of the chunk.
     start = min(chunk(rows, size) * rank, rows)
     return start, min(chunk(rows, size), rows - start)
 
 
 def on_axis(layout: Layout, axis: str) -> Placement:
-    """The part of `layout` that is about `axis`, or None if the value is whole on every rank of it."""
+    """The placement of a value over `axis`; None if every rank of the axis has the whole value."""
     return next((p for p in layout if p.axis == axis), None)
 
 
 def without(layout: Layout, axis: str) -> Layout:
-    """`layout` without its part about `axis`."""
+    """`layout` without its placement over `axis`."""
     return tuple(p for p in layout if p.axis != axis)
 
 
 def split_over(var: Var, axis: str) -> Split:
     """The split of `var` over `axis`.
 
-    Raises: ValueError if it has none.
+    Raises: ValueError if `var` is not split over it.
     """
     split = on_axis(var.layout, axis)
     if not isinstance(split, Split):
@@ -130,21 +130,21 @@ def local_shape(
 
 
 def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
-    """`rank`'s part of a whole tensor, as a view."""
+    """The part of `rank` of a whole tensor, as a view."""
     return x.narrow(split.dim, *part(x.shape[split.dim], size, rank))
 
 
 def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Eqn:
-    """`eqn` with the sizes of this rank's parts as arguments, in place of the global sizes that a program has.
+    """`eqn` with this rank's local sizes as arguments, instead of the global sizes in the program.
 
-    `squeeze` gets the dims that it removes from the whole value: a part may have a single row of a dim that has more.
+    `squeeze` gets the dims that it removes from the whole value, because a part may have one row of a longer dim.
     """
     out = eqn.outs[0]
     if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
         return eqn
     if eqn.op.overloadpacket is aten.squeeze:
-        return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed(*eqn.args)))
-    # Other operations get their sizes from their arguments, which are parts.
+        return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed_dims(*eqn.args)))
+    # Only a size among the arguments is global. Other operations infer their sizes from local arguments.
     args = list(eqn.args)
     for k in _shape_arguments(eqn.op):
         if k < len(args) and isinstance(args[k], (list, tuple)):
@@ -159,10 +159,11 @@ def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
     return tuple(k for k, name in enumerate(names) if name in ("size", "shape"))
 
 
-def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
+def _squeezed_dims(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
     """The dims that `squeeze(x, dims)` removes.
 
-    >>> _squeezed(Var("x", torch.float32, (1, 3, 1))), _squeezed(Var("x", torch.float32, (1, 3, 1)), [0, 1])
+    >>> x = Var("x", torch.float32, (1, 3, 1))
+    >>> _squeezed_dims(x), _squeezed_dims(x, [0, 1])
     ([0, 2], [0])
     """
     rank = len(x.shape)
@@ -170,13 +171,13 @@ def _squeezed(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:
         dims = range(rank)
     elif isinstance(dims, int):
         dims = [dims]
-    # A scalar has no dims, and may be squeezed along dim 0 or -1 nevertheless.
+    # PyTorch also squeezes a scalar along dim 0 or -1, which it does not have.
     dims = [d % max(rank, 1) for d in dims]
     return [d for d in dims if d < rank and x.shape[d] == 1]
 
 
 def as_tensor(leaf: Any) -> torch.Tensor:
-    """A leaf of a state as a tensor: a number has fp64 or int64.
+    """A leaf of a state as a tensor; a number becomes fp64 or int64.
 
     Raises: OverflowError for an integer of more than 64 bits.
 
@@ -189,7 +190,7 @@ def as_tensor(leaf: Any) -> torch.Tensor:
         return torch.tensor(leaf, dtype=torch.float64)
     if not -(2**63) <= int(leaf) < 2**63:
         raise OverflowError(
-            f"the number {leaf} does not fit into 64 bits, in which programs and checkpoints have integers.\n"
+            f"the number {leaf} does not fit into 64 bits, the size of integers in programs and checkpoints.\n"
             f"Pass a float, or the number in several parts."
         )
     return torch.tensor(leaf, dtype=torch.int64)

@@ -1,14 +1,14 @@
-"""Equations that say what a value is: a gradient, a mean over ranks, a sum over micro-batches.
+"""Marks: equations that say what a value is, such as a gradient, a mean over ranks, or a sum over micro-batches.
 
-A transform that shards a program replaces these by reductions; otherwise they are the identity:
+A transform that shards a program replaces these marks by reductions; otherwise they are the identity:
 
     g = gradient(g0, w)                   g0 is the gradient of w
     y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
 
-These make up a program that runs once for each micro-batch (see `micro_batches`):
+A program that runs once for each micro-batch has these marks (see `micro_batches`):
 
     s = accumulate(g)                     the sum of g over all micro-batches
-    y = join(x)                           the values x of all micro-batches, one after the other along dim 0
+    y = join(x)                           the values x of all micro-batches, concatenated along dim 0
     w = keep(w0)                          w0 of the first micro-batch, which all others read too
 """
 
@@ -24,7 +24,7 @@ from .rules import INVARIANT, Axes, Memberwise, Sizes
 
 
 class Mark(Memberwise):
-    """The rules of a mark whose result is a view of its first argument."""
+    """Rules of a mark whose result is a view of its first argument."""
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         value = eqn.ins[0]
@@ -37,7 +37,7 @@ class Mark(Memberwise):
 
 
 class Gradient(Mark):
-    """Rules of gradient: it varies only over axes that its value varies over, because it is reduced over the others."""
+    """Rules of gradient: it varies only over the axes of its value, because it is reduced over all others."""
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         gradient, value = eqn.args
@@ -45,7 +45,7 @@ class Gradient(Mark):
 
 
 class Reduced(Mark):
-    """Rules of pmean and psum: the mean, or the sum, over an axis, which is the same on all ranks of that axis."""
+    """Rules of pmean and psum: a mean or a sum over an axis is equal on all ranks of that axis."""
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         value, axis = eqn.args
@@ -87,7 +87,7 @@ _IDENTITIES = (GRADIENT, PMEAN, PSUM)
 
 
 def reduced_values(graph: Graph) -> list[Var]:
-    """The values that `zt.pmean` and `zt.psum` reduce, as marks."""
+    """The values that the marks of `zt.pmean` and `zt.psum` reduce."""
     return [e.args[0] for e in graph.eqns if e.op in (PMEAN, PSUM)]
 
 

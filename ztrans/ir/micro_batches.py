@@ -1,13 +1,13 @@
-"""Micro-batches: a program that is written for one micro-batch and runs once for each.
+"""Micro-batches: a program for one micro-batch, and the programs that run all micro-batches of a step.
 
     g.sum: f32[4] = accumulate(g)        first, middle...                  last
     g.mean = div(g.sum, 3)          -->  g.sum = g;  g.sum += g;  ...      g.sum += g; g.mean = div(g.sum, 3)
     w1 = sub(w, g.mean)                                                    w1 = sub(w, g.mean)
 
 A value that depends on the batch reaches the update only through a mark (`accumulate`, `join`; see `marks`). So the
-equations before the marks are repeated, and the update, after them, runs once, with the last micro-batch. A leaf of the
-state that depends on the batch without a mark, such as a statistic of batch norm, changes with every micro-batch, as in
-a loop.
+equations before the marks run for each micro-batch, and the update after them runs once, with the last micro-batch. A
+leaf of the state that depends on the batch without a mark, such as a statistic of batch norm, changes with every
+micro-batch, as in a loop.
 
 `micro_batch_programs` writes the three programs that run: for the first micro-batch, for each one in the middle, and
 for the last. None of them has a mark, and their lengths do not depend on the number of micro-batches. `Carry` passes
@@ -40,19 +40,19 @@ def changing(graph: Graph) -> set[Var]:
 
     They depend on the batch without a mark in between, or on leaves of the state that change with every micro-batch.
     """
-    changes = set(graph.batch)
+    changing_values = set(graph.batch)
     leaves = list(zip(graph.inputs, graph.outputs[: graph.num_state]))
     while True:
         for e in graph.eqns:
             is_mark = rules(e).over_all_micro_batches
-            reads_change = not is_mark and not changes.isdisjoint(e.ins)
-            if reads_change or _draws_before_the_update(e):
-                changes.update(e.results)
-        # A leaf that has changed is another value in the next micro-batch, so the program is searched again.
-        new_changes = {old for old, new in leaves if new in changes} - changes
-        if not new_changes:
-            return changes
-        changes |= new_changes
+            reads_changing = not is_mark and any(v in changing_values for v in e.ins)
+            if reads_changing or _draws_before_the_update(e):
+                changing_values.update(e.results)
+        # The next micro-batch reads the changed leaves, so what depends on them changes too: search again.
+        changed_leaves = {old for old, new in leaves if new in changing_values} - changing_values
+        if not changed_leaves:
+            return changing_values
+        changing_values |= changed_leaves
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class MicroBatchPrograms:
     """The programs of one step, each of which runs for one micro-batch or for several in a row.
 
     Attributes:
-        first: returns the new state, the terms of sums, the parts of joined values, and the values that are kept.
+        first: returns the new state, the terms of sums, the parts of joined values, and the kept values.
         middle: takes sums and kept values after the inputs of `first`, and returns the new state, sums and parts.
-        last: takes sums, the joined parts of all others, and kept values, and returns what the whole program does.
-            Of one micro-batch, all three are the whole program.
+        last: takes sums, the joined parts of all earlier micro-batches, and kept values, and returns the outputs of the
+            whole program. A step of one micro-batch has the whole program in all three places.
         micro: the number of micro-batches.
-        sums, joins: how many values are summed, and how many joined.
+        sums, joins: the number of summed values, and of joined values.
     """
 
     first: Graph
@@ -103,7 +103,7 @@ class MicroBatchPrograms:
 
 
 class _Marks(NamedTuple):
-    """The marks of a program, and for each sum and each joined value the input for what came before."""
+    """The marks of a program. Each sum and each join has the input for its value from earlier micro-batches."""
 
     sums: dict[Eqn, Var]
     joins: dict[Eqn, Var]
@@ -111,7 +111,7 @@ class _Marks(NamedTuple):
 
     @property
     def joined_parts(self) -> list[Var]:
-        """The values of this micro-batch that are joined."""
+        """The values of this micro-batch that are to be joined with the others."""
         return [e.args[0] for e in self.joins]
 
 
@@ -140,15 +140,17 @@ def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
 
 
 def _first(graph: Graph, marks: _Marks) -> Graph:
-    """The program of the first micro-batch. It returns the terms to which the others add theirs."""
-    copied = _copied(graph, marks.sums)
+    """The program of the first micro-batch. It returns its terms of the sums, and later programs add theirs there."""
+    sums_to_clone = _sums_to_clone(graph, marks.sums)
     contiguous = {"memory_format": torch.contiguous_format}
     clones = {}
     terms = []
     for e in marks.sums:
-        if e in copied:
+        if e in sums_to_clone:
             clones[e] = e.replace(op=aten.clone.default, kwargs=contiguous)
-        terms.append(e.out if e in copied else e.args[0])
+            terms.append(e.out)
+        else:
+            terms.append(e.args[0])
     outputs = (*_state(graph), *terms, *marks.joined_parts, *marks.kept_values)
     first = _with_marks_replaced(graph, clones, (), outputs)
     kept_values = {e.out: e.args[0] for e in graph.eqns if e.op is KEEP}
@@ -164,7 +166,7 @@ def _middle(graph: Graph, marks: _Marks) -> Graph:
 
 
 def _last(graph: Graph, marks: _Marks) -> Graph:
-    """The program of the last micro-batch, with the update. It puts joined values together."""
+    """The program of the last micro-batch, with the update. It concatenates joined values."""
     joins = {}
     for e, earlier in marks.joins.items():
         joins[e] = e.replace(op=aten.cat.default, args=([earlier, *e.args],))
@@ -173,25 +175,25 @@ def _last(graph: Graph, marks: _Marks) -> Graph:
 
 
 def _adds(marks: _Marks) -> dict[Eqn, Eqn]:
-    """For each sum, the equation that adds this micro-batch to the ones before it."""
+    """For each sum, the equation that adds the term of this micro-batch to the earlier ones."""
     add = aten.add.Tensor
     return {e: e.replace(op=add, args=(earlier, *e.args)) for e, earlier in marks.sums.items()}
 
 
 def _state(graph: Graph) -> list[Var]:
-    """The leaves of the state after a micro-batch that is not the last: new where it changes them."""
-    changes = changing(graph)
+    """The leaves of the state after a micro-batch before the last: the new ones where it changes them."""
+    changing_values = changing(graph)
     leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
-    return [new if new in changes else old for old, new in leaves]
+    return [new if new in changing_values else old for old, new in leaves]
 
 
 def _without_update(graph: Graph) -> Graph:
-    """The program without the update, and without the random draws of the update."""
+    """The program without the update and its random draws."""
     return dce(graph, _draws_before_the_update)
 
 
 def _without_kept_inputs(graph: Graph) -> Graph:
-    """The program in which no input, nor a view of one, is kept: every micro-batch has the inputs."""
+    """The program that does not keep inputs or views of inputs, because every micro-batch has the inputs anyway."""
     root = liveness(graph).root
     inputs = set(graph.inputs)
     kept_inputs = {}
@@ -203,39 +205,40 @@ def _without_kept_inputs(graph: Graph) -> Graph:
 
 
 def _earlier_input(mark: Eqn, shape: tuple[int, ...]) -> Var:
-    """The input for what the earlier micro-batches contribute to the value of a mark."""
+    """The input for the value of a mark from all earlier micro-batches."""
     return dataclasses.replace(mark.out, name=f"{mark.out.name}.before", shape=shape)
 
 
-def _copied(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
-    """The sums whose first term must be copied, because it shares its storage, and later terms are added there."""
+def _sums_to_clone(graph: Graph, sums: Collection[Eqn]) -> set[Eqn]:
+    """The sums whose first term shares its storage or is a constant. Later terms are added in place, to a clone."""
     root = liveness(graph).root
     makers = producers(graph.eqns)
     terms_of_storage = Counter(root[e.args[0]] for e in sums)
-    copied = set()
+    sums_to_clone = set()
     for e in sums:
         term = e.args[0]
         owns_storage = term in makers and root[term] is term and terms_of_storage[term] == 1
         # A constant is made once for all steps, so nothing may be added to it.
         if not owns_storage or is_constant(makers[term]):
-            copied.add(e)
-    return copied
+            sums_to_clone.add(e)
+    return sums_to_clone
 
 
 def _with_marks_replaced(
-    graph: Graph, instead: Mapping[Eqn, Eqn], inputs: Collection[Var], outputs: tuple
+    graph: Graph, replacements: Mapping[Eqn, Eqn], inputs: Collection[Var], outputs: tuple
 ) -> Graph:
-    """The program with other equations in place of marks, with more inputs, and with other outputs."""
+    """The program with replacements of marks, with more inputs, and with other outputs."""
     new_inputs = set(inputs)
     eqns = []
     for e in graph.eqns:
+        # The mark of a kept value goes: the value is an input now.
         if new_inputs.isdisjoint(e.results):
-            eqns.append(instead.get(e, e))
+            eqns.append(replacements.get(e, e))
 
     # A sum is added up in the storage of its input.
     donated = []
-    for e in instead.values():
-        first = e.args[0]  # a list, where the values of all micro-batches are joined
+    for e in replacements.values():
+        first = e.args[0]  # a list, if the equation joins values
         if isinstance(first, Var) and first in new_inputs:
             donated.append((first, e.out))
     return graph.replace(
@@ -248,12 +251,12 @@ def _with_marks_replaced(
 
 
 def is_cut(graph: Graph, v: Var) -> bool:
-    """Whether an input is cut along dim 0 into micro-batches. A number, and a scalar, are passed to each of them."""
+    """Whether an input is split along dim 0 into micro-batches. Numbers and scalars are passed to each of them."""
     return graph.micro > 1 and v in graph.batch and bool(v.shape)
 
 
 class Carry:
-    """The inputs of the micro-batches of one rank, in order: `inputs` of each, then `take` its outputs.
+    """The values that one rank passes from micro-batch to micro-batch: for each, get its `inputs`, `take` its outputs.
 
     Raises: ValueError if an argument does not have the rows of all micro-batches.
     """
@@ -270,31 +273,31 @@ class Carry:
         ]
         self.sums: list[torch.Tensor] = []
         self.joins: list[list[torch.Tensor]] = [[] for _ in range(programs.joins)]
-        self.kept: list[torch.Tensor] = []
+        self.kept_values: list[torch.Tensor] = []
 
     def inputs(self) -> list[torch.Tensor]:
         """The inputs of the next micro-batch."""
-        rows = [micro_batches[self.done] for micro_batches in self.batches]
+        rows = [parts[self.done] for parts in self.batches]
         joins: list[torch.Tensor] = []
         if self.done == self.programs.micro - 1:
             joins = [torch.cat(earlier) for earlier in self.joins]
             self.joins = []
-        return [*self.state, *rows, *self.sums, *joins, *self.kept]
+        return [*self.state, *rows, *self.sums, *joins, *self.kept_values]
 
     def take(self, outputs: Sequence[Any]) -> None:
-        """Take the outputs of a micro-batch that is not the last."""
+        """Take the outputs of a micro-batch before the last."""
         unread = iter(outputs)
         self.state = list(islice(unread, len(self.state)))
         self.sums = list(islice(unread, self.programs.sums))
         for earlier in self.joins:
             earlier.append(next(unread))
         if not self.done:
-            self.kept = list(unread)
+            self.kept_values = list(unread)
         self.done += 1
 
 
 def _rows(graph: Graph, v: Var, x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The part of an argument that each micro-batch takes."""
+    """The part of an argument for each micro-batch."""
     if not is_cut(graph, v):
         return [x] * graph.micro
     if x.shape[0] != v.shape[0] * graph.micro:

@@ -1,13 +1,13 @@
 """Pass scalars in host memory to operations by value, as PyTorch's own optimizers do.
 
 Learning rates and other settings are inputs of a program: fp64 scalars in host memory. The scalars that an optimizer
-computes from its step counts are there too. An operation takes such a scalar as a Python number, not as a tensor:
+computes from its step counts are there too. This pass turns such scalars from tensors into Python numbers:
 
     a = rsub(alpha, 1)                                  n = item(alpha); m = rsub(n, 1)
     g1 = mul(g, a); v1 = addcmul(v, g1, g)      -->     v1 = addcmul(v, g, g, value=m)
 
-Arithmetic on settings alone runs in Python, and launches nothing. A product with a number and the sum that it enters
-become one call. On a CPU every result keeps its bits.
+Arithmetic on settings alone runs in Python and launches nothing. A product with a number becomes one call with the sum
+that reads it. On a CPU every result keeps its bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Number(Var):
 
 
 def _quotient(x: float, y: float) -> float:
-    """The quotient by IEEE 754. By zero it is inf or nan, where Python raises."""
+    """The quotient of IEEE 754: a division by zero gives inf or nan, where Python raises."""
     return x / y if y else torch.tensor(x, dtype=torch.float64).div(y).item()
 
 
@@ -41,7 +41,7 @@ def _reversed_difference(x: float, y: float) -> float:
     return y - x
 
 
-# Arithmetic on numbers, by the operation on tensors that it stands for. fp64 has the same bits in both.
+# Python's arithmetic on numbers, by the same operation on tensors. fp64 has the same bits in both.
 ARITHMETIC: Mapping[Any, Callable] = {
     aten.add.Tensor: operator.add,
     aten.add.Scalar: operator.add,
@@ -57,7 +57,7 @@ ARITHMETIC: Mapping[Any, Callable] = {
 
 
 def is_setting(v: Var) -> bool:
-    """Whether an input outside of the state is a number that the caller passes, or a tensor like one."""
+    """Whether an input outside the state is a number that the caller passes, or a tensor of the same type."""
     return v.dtype == torch.float64 and not v.shape and not v.layout
 
 
@@ -67,11 +67,11 @@ def settings(graph: Graph) -> frozenset[Var]:
 
 
 def with_number_operands(graph: Graph, on_host: Collection[Var]) -> Graph:
-    """The program with an update whose operations take scalars on the host as numbers.
+    """Let the operations of the update take scalars on the host as numbers.
 
     Args:
         graph: the program.
-        on_host: inputs that are scalars in the memory of the host.
+        on_host: the inputs that are in the memory of the host. Only float scalars count.
     """
     numbers = _Numbers(graph, on_host)
     if not numbers.on_host:
@@ -90,22 +90,22 @@ class _Numbers:
     """The scalars on the host, and the numbers that stand for them.
 
     Attributes:
-        on_host: the scalars that are computed from scalars on the host alone.
+        on_host: the scalars on the host: inputs, and results computed from them alone.
         makers: the equation that computes each value.
-        makers_of_read_once: the same, of values that a single equation reads.
+        single_use_makers: the same, for values with a single reader.
     """
 
     def __init__(self, graph: Graph, on_host: Iterable[Var]) -> None:
         floats = [v for v in on_host if v.dtype in _FLOATS and not v.shape and not v.layout]
         self.on_host = set(floats)
         self.makers = producers(graph.eqns)
-        self.makers_of_read_once = used_once(graph)
+        self.single_use_makers = used_once(graph)
         self._settings = set(settings(graph) & self.on_host)
         self._numbers: dict[Var, Number] = {}
         self._new: list[Eqn] = []
 
     def record(self, e: Eqn) -> None:
-        """Record the result of an equation if it is a scalar that is computed on the host."""
+        """Record the result of an equation if it is a scalar computed on the host."""
         if len(e.results) != 1 or not e.ins or any(v.shape or v.layout for v in e.results):
             return
         facts = op_facts(e.op)
@@ -115,7 +115,7 @@ class _Numbers:
                 self._settings.add(e.out)
 
     def pop_new(self) -> list[Eqn]:
-        """The equations that compute the numbers that were requested since the last call."""
+        """The equations that compute the numbers requested since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -134,7 +134,7 @@ class _Numbers:
         return self._numbers[v]
 
     def with_operands(self, e: Eqn) -> Eqn:
-        """The equation with numbers in place of scalars on the host; unchanged if it has no such form."""
+        """The equation with numbers instead of scalars on the host; unchanged if no operation takes them."""
         if len(e.results) != 1 or e.out.dtype not in _FLOATS or not e.out.shape:
             return e
         for form in (_scaled_product, _scaled_quotient, _interpolation, _arithmetic):
@@ -144,41 +144,44 @@ class _Numbers:
         return e
 
     def scalar(self, x: Any, dtype: torch.dtype) -> Number | None:
-        """The number that stands for `x` in an operation that computes in `dtype`; None if there is none."""
+        """The number that stands for `x` in an operation that computes in `dtype`, or None."""
         if not isinstance(x, Var) or isinstance(x, Number) or x not in self.on_host:
             return None
-        # The operation rounds the number itself, so a cast before it is skipped.
+        # The operation rounds the number itself, so skip a cast before it.
         maker = self.makers.get(x)
         if maker is not None and _rounds(maker) and x.dtype == dtype:
             x = maker.args[0]
         return self.number(x)
 
     def scaled(self, x: Any, dtype: torch.dtype) -> tuple[Var, Number] | None:
-        """The tensor and the number whose product is `x`; None if it is not such a product, or has other readers."""
-        if not isinstance(x, Var) or x not in self.makers_of_read_once or x.dtype != dtype:
+        """The tensor and the number whose product is `x`, or None for any other value or one with several readers."""
+        if not isinstance(x, Var) or x not in self.single_use_makers or x.dtype != dtype:
             return None
-        maker = self.makers_of_read_once[x]
+        maker = self.single_use_makers[x]
         if maker.op is not aten.mul.Tensor or maker.region != "update":
             return None
         y, factor = maker.args
         if not _is_tensor(y, dtype):
             y, factor = factor, y
-        number = self.scalar(factor, dtype) if _is_tensor(y, dtype) else None
-        return (y, number) if number is not None else None
+        if not _is_tensor(y, dtype):
+            return None
+        number = self.scalar(factor, dtype)
+        return None if number is None else (y, number)
 
 
 def _is_arithmetic(e: Eqn) -> bool:
+    """Whether Python's arithmetic computes the same fp64 result."""
     is_plain = not e.kwargs and len(e.args) <= 2  # without `alpha`
     return e.op in ARITHMETIC and is_plain and e.out.dtype == torch.float64
 
 
 def _rounds(e: Eqn) -> bool:
-    """Whether an equation casts fp64 to another dtype, and does nothing else."""
-    return e.op is CAST and [*e.kwargs] == ["dtype"] and e.ins[0].dtype == torch.float64
+    """Whether an equation casts fp64 to another dtype and does nothing else."""
+    return e.op is CAST and list(e.kwargs) == ["dtype"] and e.ins[0].dtype == torch.float64
 
 
 def _is_tensor(x: Any, dtype: torch.dtype) -> bool:
-    """Whether an argument is a tensor of this dtype with dims."""
+    """Whether an argument is a tensor of this dtype, not a scalar."""
     return isinstance(x, Var) and bool(x.shape) and x.dtype == dtype
 
 
@@ -194,7 +197,8 @@ def _scaled_product(e: Eqn, numbers: _Numbers) -> Eqn | None:
     scaled = numbers.scaled(y, dtype)
     if scaled is None or not _is_tensor(z, dtype):
         return None
-    return _call(e, e.op, (x, scaled[0], z), value=scaled[1])
+    tensor, number = scaled
+    return _call(e, e.op, (x, tensor, z), value=number)
 
 
 def _scaled_quotient(e: Eqn, numbers: _Numbers) -> Eqn | None:
@@ -205,8 +209,8 @@ def _scaled_quotient(e: Eqn, numbers: _Numbers) -> Eqn | None:
     x, y = e.args[:2]
     if e.op is aten.addcdiv.default:
         z = e.args[2]
-    elif e.op is aten.add.Tensor and isinstance(y, Var) and y in numbers.makers_of_read_once:
-        quotient = numbers.makers_of_read_once[y]
+    elif e.op is aten.add.Tensor and isinstance(y, Var) and y in numbers.single_use_makers:
+        quotient = numbers.single_use_makers[y]
         if quotient.op is not aten.div.Tensor or quotient.region != "update":
             return None
         y, z = quotient.args
@@ -215,11 +219,12 @@ def _scaled_quotient(e: Eqn, numbers: _Numbers) -> Eqn | None:
     scaled = numbers.scaled(y, dtype)
     if scaled is None or not _is_tensor(z, dtype):
         return None
-    return _call(e, aten.addcdiv.default, (x, scaled[0], z), value=scaled[1])
+    tensor, number = scaled
+    return _call(e, aten.addcdiv.default, (x, tensor, z), value=number)
 
 
 def _interpolation(e: Eqn, numbers: _Numbers) -> Eqn | None:
-    """`lerp` with a number."""
+    """`lerp` with a number as its weight."""
     dtype = e.out.dtype
     if e.op is not aten.lerp.Tensor or not all(_is_tensor(x, dtype) for x in e.args[:2]):
         return None

@@ -1,12 +1,13 @@
-"""What kind of operation an equation has, in one row for each operation.
+"""Facts about operations: what kind each one is, such as elementwise, a view, or a matrix product.
 
-PyTorch itself says much: its tags say which operations are elementwise or random, a schema says which are views, and
-its FLOP counter knows most matrix products. A row of `_ROWS` says what PyTorch does not. A fact is a property of the
-operation alone. What depends on arguments, such as an `alpha` of `add`, is for the pass that asks.
+PyTorch itself knows many of them: its tags say which operations are elementwise or random, schemas say which are views,
+and its FLOP counter knows most matrix products. `_ROWS` has what PyTorch does not say, one row for each operation. A
+fact is a property of the operation alone. If something depends on arguments, such as `alpha` of `add`, the pass that
+asks must check it.
 
     op_facts(torch.ops.aten.add.Tensor)    OpFacts(name='add', pointwise=True, exact=True, linear=True, ...)
 
-Primitives have rules instead (see `rules`), and so none of these facts.
+Primitives have rules (see `rules`) and none of these facts.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ class OpFacts:
     """The facts about an operation.
 
     Attributes:
-        name: its name without the overload, such as `add`; of an operation that is not PyTorch's, with its namespace.
+        name: the name without the overload, such as `add`; with the namespace if the operation is not PyTorch's.
         pointwise: each element of the result is computed from the elements of the arguments at the same place. PyTorch
             tags these operations.
         elementwise: it is pointwise, or a copy, a constructor or a draw of random numbers, which PyTorch does not tag.
         reduction: each element of the result is computed from the elements along some dims.
-        random: it may draw random numbers. Whether an equation does depends on its arguments too (see `draws`).
+        random: it may draw random numbers. An equation draws them depending on its arguments (see `draws`).
         view: its results are new tensors that share memory with an argument.
-        matmul: it is a matrix product, a convolution or attention: an operation whose FLOPs a formula counts.
+        matmul: it is a matrix product, a convolution or attention: a formula counts its FLOPs.
         fused_update: it is the update of a fused optimizer.
         exact: IEEE 754 rounds it correctly, so a part of the arguments gives the same bits as the whole.
         linear: scaling its terms together, or a factor or a numerator alone, scales the result.
         permutes: it is a view that shows every element of its argument once.
         lazy: it is a view that negates or conjugates the elements when they are read.
-        by_row: each row of the result is computed from the same row of the arguments, and written after it was read.
-        arithmetic: it is a sum, a difference, a product or a quotient, and may write over an argument, even if the
+        by_row: each row of the result is computed from the same row of the arguments, and written after that is read.
+        arithmetic: it is a sum, a difference, a product or a quotient. It may write over an argument even if its
             arguments have different strides.
         commutes: exchanging its first two arguments changes nothing.
-        cheap: it takes no longer than to read the arguments and write the result, as elementwise operations do.
+        cheap: it takes only the time to read the arguments and write the result, like an elementwise operation.
         fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
     """
 
@@ -75,10 +76,10 @@ class OpFacts:
     fuses: bool = False
 
 
-# What PyTorch does not say about its operations, by their names.
+# The facts about operations that PyTorch does not say, by name.
 _ROWS: Mapping[str, tuple[str, ...]] = {
-    # Elementwise. Functions such as `exp` are not exact: a CPU computes the elements of a vector, and those after the
-    # last full vector, by different code.
+    # Elementwise. Functions such as `exp` are not exact: CPUs have different code for full vectors and for the elements
+    # after the last full vector.
     "abs": ("exact",),
     "add": ("exact", "linear", "arithmetic", "commutes"),
     "ceil": ("exact",),
@@ -132,7 +133,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "randn_like": ("elementwise",),
     "random": ("elementwise",),
     "uniform": ("elementwise",),
-    # Views. The schema of the last four does not say that their results share memory with the argument.
+    # Views. The schemas of the last four do not say that the results share memory with the argument.
     "_conj": ("lazy",),
     "_neg_view": ("lazy",),
     "alias": ("permutes",),
@@ -230,7 +231,7 @@ def _shares_memory(returned: Any) -> bool:
 
 
 def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the schema, without defaults."""
+    """The arguments of a call by their names in the schema. Omitted arguments stay out."""
     return {a.name: x for a, x in zip(op._schema.arguments, args)} | dict(kwargs)
 
 
@@ -240,8 +241,10 @@ def is_written(argument: Any) -> bool:
 
 
 def overloads(packet: Any) -> list[Any]:
-    """The overloads of an operation; none if there is no such operation."""
-    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    """The overloads of an operation; empty for None."""
+    if packet is None:
+        return []
+    return [getattr(packet, name) for name in packet.overloads()]
 
 
 def is_view(eqn: Eqn) -> bool:
@@ -255,14 +258,15 @@ def is_matmul(eqn: Eqn) -> bool:
 
 
 def is_random(eqn: Eqn) -> bool:
-    """Whether an equation draws random numbers. A draw is an effect: draws keep their order, and none is repeated."""
+    """Whether an equation draws random numbers. Draws are effects: they keep their order, and none is repeated."""
     return draws(eqn.op, eqn.args, eqn.kwargs)
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an operation draws random numbers.
 
-    PyTorch's tag is on every fused attention. One without dropout draws none. No derivative does: it has the seed.
+    PyTorch tags every fused attention as random, but one without dropout draws nothing. Nor does any backward, which
+    gets the seed as an argument.
 
     >>> attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     >>> draws(attention, ("q", "k", "v"), {}), draws(attention, ("q", "k", "v", 0.1), {})
@@ -279,7 +283,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def adds_zero(eqn: Eqn) -> bool:
-    """Whether an equation adds the number 0, from which Python's `sum` starts."""
+    """Whether an equation adds the number 0, as Python's `sum` does first."""
     if eqn.op is not ADD:
         return False
     summand = eqn.args[1]
@@ -287,15 +291,15 @@ def adds_zero(eqn: Eqn) -> bool:
 
 
 def is_view_or_cast(eqn: Eqn) -> bool:
-    """Whether an equation is a view or a cast of one value, which is cheap to repeat and to move."""
+    """Whether an equation is a view or a cast of a single value, which is cheap to repeat and to move."""
     return len(eqn.ins) == 1 and (is_view(eqn) or eqn.op is CAST)
 
 
 def rearranges(eqn: Eqn) -> bool:
     """Whether an equation is a view that shows the elements of its argument unchanged.
 
-    Such a view commutes with an elementwise operation. A view of the same bytes as another dtype does not, and neither
-    does a lazy view.
+    Such a view commutes with an elementwise operation. A view of the bytes as another dtype does not, nor does a lazy
+    view.
     """
     if not is_view(eqn) or op_facts(eqn.op).lazy:
         return False

@@ -1,11 +1,11 @@
-"""What an equation of PyTorch's operations computes.
+"""Compute an equation whose operation is PyTorch's.
 
 The interpreter calls `compute`. Generated code calls the function that `stride_safe` returns for an operation.
 
-On fake tensors PyTorch's operations do not always lay out their results as on real ones. For instance, batch norm of a
-transposed input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may
-then need a copy when the program runs (see `stride_safe`). This changes no value: a program is functional, so it does
-not matter whether a view shares memory with its argument.
+PyTorch's operations do not always give fake tensors the strides of real ones. For instance, batch norm of a transposed
+input returns a contiguous tensor, but a transposed one in a trace. A view that was possible in the trace may then need
+a copy when the program runs (see `stride_safe`). This changes no value: a program is functional, so it does not matter
+whether a view shares memory with its argument.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .op_facts import op_facts
 from .triton_launch import Launch
 
 aten = torch.ops.aten
-_FROM = getattr(aten.random, "from")  # `from` is a word of Python, so generated code cannot name it
+_FROM = getattr(aten.random, "from")  # `from` is a keyword of Python, so generated code cannot name it
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-# Collectives of torch 2.11 take contiguous arguments only.
+# Collectives accept only contiguous arguments in torch 2.11.
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"
 
 
 def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.view(dtype)`, of a contiguous copy of `x` if its strides allow no view.
+    """`x.view(dtype)`, or the view of a contiguous copy if the strides do not allow one.
 
     >>> bits(torch.ones(2, 4).t(), torch.float64).shape
     torch.Size([4, 1])
@@ -43,7 +43,7 @@ def bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """`torch.view_as_complex(pairs)`, of a contiguous copy if the strides allow no view.
+    """`torch.view_as_complex(pairs)`, or the view of a contiguous copy if the strides do not allow one.
 
     >>> as_complex(torch.ones(2, 3).t())
     tensor([1.+1.j, 1.+1.j, 1.+1.j])
@@ -57,7 +57,7 @@ def as_complex(pairs: torch.Tensor) -> torch.Tensor:
 def strided(base: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> torch.Tensor:
     """`base.as_strided(...)` with an offset from the beginning of `base`.
 
-    PyTorch counts from the beginning of the storage, and a program does not know where in its storage an input begins.
+    PyTorch counts from the beginning of the storage, but a program does not know where an input begins in its storage.
     """
     return aten.as_strided.default(base, size, stride, base.storage_offset() + (offset or 0))
 
@@ -65,26 +65,29 @@ def strided(base: torch.Tensor, size: Any, stride: Any, offset: int | None = Non
 def strided_scatter(
     base: torch.Tensor, new: torch.Tensor, size: Any, stride: Any, offset: int | None = None
 ) -> torch.Tensor:
-    """`as_strided_scatter`, whose offset counts from the beginning of `base`, as that of `strided`."""
+    """`as_strided_scatter` with an offset from the beginning of `base`, like `strided`."""
     start = base.storage_offset() + (offset or 0)
     return aten.as_strided_scatter.default(base, new, size, stride, start)
 
 
 def drawn_from(x: torch.Tensor, low: int, high: int | None, **kwargs: Any) -> torch.Tensor:
-    """Whole numbers from `low` to below `high`, as `x.random_(low, high)` draws them."""
+    """Integers in [low, high), drawn like `x.random_(low, high)`."""
     return _FROM(x, low, high, **kwargs)
 
 
 def recurrent_layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    """A recurrent layer of oneDNN, which saves its workspace for backward only if gradients are enabled."""
+    """A recurrent layer of oneDNN. It saves its workspace for backward only if gradients are enabled."""
     with torch.enable_grad():
         return aten.mkldnn_rnn_layer.default(*args)
 
 
 def recurrent_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients of `recurrent_layer`. oneDNN returns one tensor for both biases; a program may overwrite each."""
-    *before, bias, same_bias, hidden, cell = aten.mkldnn_rnn_layer_backward.default(*args)
-    return *before, bias, same_bias.clone(), hidden, cell
+    """The gradients of `recurrent_layer`.
+
+    oneDNN returns one tensor for both biases. The second is a clone, because a program may overwrite each result.
+    """
+    *weights, bias, same_bias, hidden, cell = aten.mkldnn_rnn_layer_backward.default(*args)
+    return *weights, bias, same_bias.clone(), hidden, cell
 
 
 _STRIDE_SAFE: Mapping[Any, Callable] = {
@@ -100,8 +103,8 @@ _STRIDE_SAFE: Mapping[Any, Callable] = {
 }
 
 
-# `aten.mm.default(a, b)` passes its arguments through a stack that can hold any type. `torch.mm(a, b)` reads them
-# directly, and takes about a microsecond less. Each of these functions calls the same operation for all arguments.
+# `aten.mm.default(a, b)` passes its arguments through a stack of values of any type. `torch.mm(a, b)` reads them
+# directly and takes about a microsecond less. Each of these functions calls the same operation for all arguments.
 _DIRECT: Mapping[Any, Callable] = {
     aten.add.Tensor: torch.add,
     aten.add.out: torch.add,
@@ -157,7 +160,7 @@ _DIRECT: Mapping[Any, Callable] = {
 
 @functools.cache
 def direct(op: Any) -> Callable:
-    """PyTorch's fastest function for `op`; `op` itself if none is known.
+    """A faster function of PyTorch that computes `op`, or `op` itself.
 
     >>> direct(aten.mm.default) is torch.mm
     True
@@ -180,7 +183,7 @@ def stride_safe(op: Any) -> Callable:
 def _contiguous(x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         return x.contiguous()
-    return [each.contiguous() for each in x]
+    return [tensor.contiguous() for tensor in x]
 
 
 def bound_results(eqn: Eqn) -> tuple[bool, ...]:
@@ -193,22 +196,26 @@ def call_operator(
 ) -> list[Any]:
     """Call a higher-order operator, and return the leaves of its result, which are the results of its equation.
 
-    `binds` says of each of them whether the equation binds it.
+    Args:
+        op: the operator.
+        binds: for each result, whether the equation binds it.
+        args, kwargs: the arguments of the operator.
     """
     if args and isinstance(args[0], Launch):
-        return args[0](*args[1:])
+        launch, *tensors = args
+        return launch(*tensors)
 
-    # The backward of attention computes the gradients of the tensors that `score_mod` captures only if these require
+    # The backward of attention computes gradients of the tensors that `score_mod` captures only if they require
     # gradients, and no value of a program does.
     if op is torch.ops.higher_order.flex_attention_backward:
-        *rest, captured, of_mask = args
+        *others, captured, mask_captures = args
         tracked = [x.detach().requires_grad_(is_bound) for x, is_bound in zip(captured, binds[3:])]
-        args = (*rest, tuple(tracked), of_mask)
+        args = (*others, tuple(tracked), mask_captures)
     return pytree.tree_leaves(op(*args, **kwargs))
 
 
 def compute(eqn: Eqn, values: Mapping[Var, Any]) -> list[Any]:
-    """Compute an equation of PyTorch's operations from `values`; return one result for each of its `outs`."""
+    """Compute an equation whose operation is PyTorch's from `values`; return one result for each of its `outs`."""
     args = substitute(eqn.args, values.__getitem__)
     kwargs = substitute(eqn.kwargs, values.__getitem__)
     if isinstance(eqn.op, HigherOrderOperator):

@@ -1,9 +1,9 @@
-"""Print programs.
+"""Print programs and equations as text.
 
-`program` is for people to read: every printed line has at most `WIDTH` columns, and long lists fold. `equation` is for
-fingerprints and differences: one line, in which nothing folds. It omits overloads and memory formats, and prints a
-large constant as a checksum, so it does not say all that `structure` compares. A pass does not rename values, so two
-stages of a program print differently only where a pass changed the program.
+`program` is for people: every printed line has at most `WIDTH` columns, and long lists fold. `equation` is for
+fingerprints and differences: it is one line, and nothing folds. It omits overloads and memory formats, and prints a
+large constant as a checksum, so it shows less than `structure` compares. A pass does not rename values, so two stages
+of a program print differently only where a pass changed the program.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .op_facts import op_facts
 from .source import Source
 from .structure import elements
 
-WIDTH = 119  # the columns of a printed line; with the sign of a difference before it they are 120
-_MARGIN = 90  # the column of the user's line, if every line of the program has room for that
+WIDTH = 119  # the columns of a printed line, 120 with the sign of a difference before it
+_MARGIN = 90  # the column of the user's line, if every line of the program has room for it there
 _LONGEST_SOURCE = 48  # the most columns of the user's line
-_MANY = 8  # a list of more numbers, or more results of an operation, folds
+_MANY = 8  # more numbers in a list, or more results of an operation, fold
 _NAMES = {
     "_to_copy": "cast",
     "linalg_vector_norm": "norm",
@@ -35,8 +35,8 @@ _NAMES = {
     "triton_kernel_wrapper_functional": "triton",
     "auto_functionalized": "functional",
 }
-# Keywords that are the same everywhere do not print.
-_DEFAULTS = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
+# Keyword arguments that do not print, because they are the same everywhere.
+_UNPRINTED = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
 
 
 def format_seconds(seconds: float) -> str:
@@ -65,7 +65,7 @@ def format_bytes(count: float) -> str:
 
 
 def fold(items: Sequence[str], size: str = "") -> str:
-    """The first of several items, and the number of the others.
+    """The first of several items and the number of the others, on one line.
 
     >>> fold(["up", "down", "out"]), fold(["up", "down"], ": 3.00 MiB"), fold(["up"], ": 3.00 MiB")
     ('up, ... 2 more', 'up, ... 1 more: 3.00 MiB', 'up')
@@ -76,7 +76,7 @@ def fold(items: Sequence[str], size: str = "") -> str:
 
 
 def wrap(line: str, room: int = WIDTH) -> list[str]:
-    """Wrap a line into lines of at most `room` columns; those after the first are indented further."""
+    """Wrap a line into lines of at most `room` columns; continuation lines are indented further."""
     if len(line) <= room:
         return [line]
     margin = " " * (len(line) - len(line.lstrip()) + 4)
@@ -107,7 +107,7 @@ def value(x: Any) -> str:
 
 
 def equation(eqn: Eqn) -> str:
-    """The whole equation on a single line, with the functions that it calls, and without the user's line.
+    """The whole equation on a single line, with the functions that it calls but without the user's line.
 
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> equation(Eqn(torch.ops.aten.relu.default, (x,), (y,)))
@@ -124,7 +124,7 @@ def one_line(function: Function) -> str:
 
 
 def header(graph: Graph) -> str:
-    """The first line of a program: its name, its mesh and its transforms, sorted, because they commute."""
+    """The first line of a program: its name, its mesh and its transforms. These are sorted, because they commute."""
     parts = [graph.name]
     if graph.mesh:
         axes = ", ".join(f"{axis}={size}" for axis, size in graph.mesh)
@@ -138,7 +138,7 @@ def header(graph: Graph) -> str:
 def program(graph: Graph, full: bool = False) -> str:
     """The whole program as text, in lines of at most `WIDTH` columns.
 
-    A bucket that does not fit folds: `[up, ... 26 more: 12.40 MiB]`. With `full` each of its members has a line.
+    A bucket that does not fit folds, as in `[up, ... 26 more: 12.40 MiB]`. With `full` each of its members has a line.
 
     >>> x, y = Var("x", torch.float32, (4,)), Var("y", torch.float32, (4,))
     >>> print(program(Graph("f", (x,), (Eqn(torch.ops.aten.relu.default, (x,), (y,)),), (y,), 0)))
@@ -157,9 +157,9 @@ class Entry(NamedTuple):
     """A part of a printed program: an equation, an input, a heading.
 
     Attributes:
-        text: the whole entry on one line, which `diff` compares.
-        lines: the lines that print, in which lists may be folded.
-        eqn: the equation, if it is one.
+        text: the whole entry on one line, for `diff` to compare.
+        lines: the printed lines, where lists may be folded.
+        eqn: the equation, if the entry is one.
     """
 
     text: str
@@ -182,7 +182,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     region = None
     column = min([_MARGIN, *(WIDTH - len(_comment(eqn.source)) for eqn in graph.eqns)])
     for eqn in graph.eqns:
-        # A schedule moves collectives and copies into other regions.
+        # A schedule moves collectives and copies into other regions, so they start no new heading.
         if eqn.region != region and (region is None or not is_placed(eqn)):
             region = eqn.region
             yield Entry(f"  # {region}", (f"  # {region}",))
@@ -192,7 +192,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
 
 
 def _entry(text: str) -> Entry:
-    """An entry that is no equation; a long one is wrapped."""
+    """An entry that is not an equation; a long one is wrapped."""
     first, *rest = wrap(text)
     if text.startswith("#"):
         rest = [f"#{line[1:]}" for line in rest]
@@ -200,7 +200,7 @@ def _entry(text: str) -> Entry:
 
 
 def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
-    """The lines of the outputs. If they need more than one line, the state folds, and so do the outputs after it."""
+    """The lines of the outputs. If they do not fit on one line, the state folds, and so do the outputs after it."""
     outputs = [value(x) for x in graph.outputs]
     line = "  return " + ", ".join(outputs)
     if len(line) <= WIDTH:
@@ -210,12 +210,13 @@ def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
         for x in outputs:
             lines += wrap(f"    {x},")
         return (*lines, "  )")
-    parts = outputs[: graph.num_state], outputs[graph.num_state :]
-    return tuple(wrap("  return " + ", ".join(fold(part) for part in parts if part)))
+    state, others = outputs[: graph.num_state], outputs[graph.num_state :]
+    folded = [fold(values) for values in (state, others) if values]
+    return tuple(wrap("  return " + ", ".join(folded)))
 
 
 def _nested_lines(eqn: Eqn, full: bool, column: int) -> list[str]:
-    """The functions that an equation calls, in lines that print beneath it."""
+    """The functions that an equation calls, as the lines that print below it."""
     text: list[str] = []
     for function in functions(eqn):
         text += wrap(f"    {_signature(function)}")
@@ -233,12 +234,12 @@ def _signature(function: Function) -> str:
 def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDTH) -> list[str]:
     """The equation in lines of at most `width` columns. The first ends with the user's line, at `column` or after it.
 
-    An equation that fits is printed on one line or on two. In a longer one every list folds, as
+    An equation that fits prints on one line or on two. In a longer equation every list folds, as in
     `[w, ... 26 more: 3 MiB]`. With `full` each result and each member of a list has a line of its own instead.
     """
     comment = _comment(eqn.source)
     room = width - len(comment) - 2 if comment else width
-    # The last way is taken even if it does not fit. Its lines are wrapped.
+    # The last way is used even if it does not fit. Its lines are wrapped.
     for printed in _ways_to_print(eqn, full):
         if len(printed[0]) <= room and max(map(len, printed)) <= width:
             break
@@ -253,7 +254,7 @@ def lines(eqn: Eqn, full: bool = False, column: int = _MARGIN, width: int = WIDT
 
 
 def _ways_to_print(eqn: Eqn, full: bool) -> Iterator[list[str]]:
-    """The ways to print an equation in lines, the preferred one first; the last is the shortest, or the `full` one."""
+    """The ways to print an equation in lines, the best first. The last is the shortest, or with `full` the longest."""
     results = _results(eqn)
     all_results = ", ".join(results)
     call = _call(eqn, value)
@@ -266,10 +267,10 @@ def _ways_to_print(eqn: Eqn, full: bool) -> Iterator[list[str]]:
         return
 
     yield [f"  {all_results}", f"    = {call}"]
-    in_lists = any(_is_bucket(x) for _, x in _arguments(eqn))
-    few = fold(results) if in_lists or len(results) > _MANY else all_results
+    has_bucket = any(_is_bucket(x) for _, x in _arguments(eqn))
+    folded_results = fold(results) if has_bucket or len(results) > _MANY else all_results
     call = _call(eqn, partial(_folded, wire=eqn.kwargs.get("dtype")))
-    yield [f"  {few}", f"    = {call}"]
+    yield [f"  {folded_results}", f"    = {call}"]
 
 
 def _results(eqn: Eqn) -> list[str]:
@@ -281,10 +282,10 @@ def _call(eqn: Eqn, show: Callable[[Any], str]) -> str:
 
 
 def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
-    """The arguments that print, each with the key that prints before it."""
+    """The arguments that print, each with the text before it, such as `alpha=`."""
     arguments = [("", x) for x in eqn.args]
     for name, x in eqn.kwargs.items():
-        if x is None or name in _DEFAULTS:
+        if x is None or name in _UNPRINTED:
             continue
         key = "" if name in ("dtype", "op") else f"{name}="
         arguments.append((key, x))
@@ -292,12 +293,12 @@ def _arguments(eqn: Eqn) -> list[tuple[str, Any]]:
 
 
 def _is_bucket(x: Any) -> bool:
-    """Whether an argument is a list of values, as the members of a bucket are."""
+    """Whether an argument is a list of values, such as the members of a bucket."""
     return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(v, Var) for v in x)
 
 
 def _folded(x: Any, wire: torch.dtype | None) -> str:
-    """An argument in its shortest form. A list of values is its first, the number of the others, and their bytes."""
+    """An argument in its shortest form. A list of values folds, with the bytes of all of them."""
     if _is_bucket(x):
         size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
         return f"[{fold([v.name for v in x], f': {format_bytes(size)}')}]"
@@ -309,7 +310,7 @@ def _folded(x: Any, wire: torch.dtype | None) -> str:
 
 
 def _one_a_line(x: Any) -> str:
-    """An argument in its longest form. A list of several values has a line for each."""
+    """An argument in its longest form, with a line for each value of a list of several."""
     if not _is_bucket(x) or len(x) == 1:
         return value(x)
     return "[\n" + "".join(f"        {v.name},\n" for v in x) + "    ]"
@@ -344,7 +345,7 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
 
 
 class Printed:
-    """The base of all stages: each prints as its program. It is frozen, so a copy of it is itself."""
+    """The base of all stages: a stage prints as its program. It is frozen, so a copy is the stage itself."""
 
     def __copy__(self) -> Self:
         return self
@@ -353,7 +354,7 @@ class Printed:
         return self
 
     def __reduce__(self: HasGraph) -> str:
-        """Raises: TypeError, because a stage refers to its step's function and to what that reads in this process."""
+        """Raises: TypeError, because a stage refers to the function of its step and to values in this process."""
         kind = type(self).__name__
         raise TypeError(
             f"{self.graph.name}: a {kind} cannot be pickled, because it knows what its step reads in this process.\n"
@@ -362,7 +363,7 @@ class Printed:
         )
 
     def as_text(self: HasGraph, *, full: bool = False) -> str:
-        """The program as text; a long bucket folds, or with `full` has a line for each member."""
+        """The program as text. A long bucket folds; with `full` it has a line for each member."""
         return program(self.graph, full)
 
     def __str__(self: HasGraph) -> str:

@@ -1,20 +1,18 @@
-"""Where the ranks of a group are, and which way the bytes of a collective take between them, and why.
+"""Routes: which way the bytes of a collective take between the ranks and hosts of a group, and why.
 
     exchange               every rank sends every other rank its part; a reduction sums the parts in rank order
     ring                   the backend passes parts from rank to rank, and reduces them on the way
-    hierarchical exchange  a reduction: an exchange inside each host, then the sums of hosts are exchanged, and summed
-                           in the order of hosts; a gather: parts go to one rank of each other host, which sends them
-                           on inside it
+    hierarchical exchange  a reduction: an exchange inside each host, then an exchange of the sums of hosts, which are
+                           summed in the order of hosts; a gather: parts go to one rank of each other host, which passes
+                           them on inside the host
 
-Between hosts, an exchange sends each part once for each rank of a host, and the other two send it about once for each
-host. The order of both exchanges does not depend on the schedule. If the ranks must reduce the terms of an all_reduce
-themselves, it is two messages, each with its own route: an exchange of the terms of each part, and a gather of the
-parts.
+Between hosts, an exchange sends each part once for each rank of a host; the other two send it about once for each host.
+The order of both exchanges does not depend on the schedule. An all_reduce whose terms the ranks must reduce themselves
+is two messages, each with its own route: an exchange of the terms of each part, and a gather of the parts.
 
-The runtime sends as the route says, and the planner charges the bytes of the route, with one exception: in a short
-all_reduce, the ranks exchange whole terms. Over gloo they do so between 2 ranks, and with a short message among up to
-8; over NCCL with short terms that they must reduce themselves. Among more than 2 ranks this sends more bytes than are
-charged.
+The runtime follows the route, and the planner charges its bytes, with one exception: in a short all_reduce the ranks
+exchange whole terms. Over gloo they do so between 2 ranks, and with a short message among up to 8; over NCCL with short
+terms that they must reduce themselves. Among more than 2 ranks this sends more bytes than are charged.
 """
 
 from __future__ import annotations
@@ -44,7 +42,13 @@ HIERARCHICAL = "hierarchical exchange"
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of a group on `count` hosts. They are even if each host has equally many, next to each other."""
+    """The hosts of a group.
+
+    Attributes:
+        ranks: the number of ranks.
+        count: the number of hosts.
+        even: whether each host has the same number of ranks, next to each other.
+    """
 
     ranks: int
     count: int = 1
@@ -52,7 +56,7 @@ class Hosts:
 
     @property
     def local(self) -> int:
-        """The ranks of one host, if they are even."""
+        """The number of ranks on each host, if the hosts are even."""
         return self.ranks // self.count
 
 
@@ -64,15 +68,15 @@ def hosts_of(names: Sequence[Hashable]) -> Hosts:
     """
     count = len(set(names))
     runs = [len(list(run)) for _, run in itertools.groupby(names)]
-    next_to_each_other = len(runs) == count
-    equally_many = len(set(runs)) == 1
-    return Hosts(len(names), count, next_to_each_other and equally_many)
+    are_adjacent = len(runs) == count
+    are_equally_many = len(set(runs)) == 1
+    return Hosts(len(names), count, are_adjacent and are_equally_many)
 
 
 def common(groups: Sequence[Hosts]) -> Hosts:
-    """The hosts of all groups of a mesh axis. If they differ, they count as not even, so that all send in one way.
+    """The hosts of all groups of a mesh axis. If the groups differ, they count as not even, so that all have one route.
 
-    Otherwise copies of a leaf over another axis could differ by rounding.
+    With several routes, the copies of a leaf over another axis could differ by rounding.
 
     >>> common([Hosts(4, 2), Hosts(4, 1)])
     Hosts(ranks=4, count=2, even=False)
@@ -84,10 +88,15 @@ def common(groups: Sequence[Hosts]) -> Hosts:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a collective, its reason, and the bytes that a rank receives from its own host and from others.
+    """The way of a collective, with its reason and the bytes that a rank receives.
 
-    The bytes are means over the ranks of the group. If hosts are not even, each rank counts as a host of its own.
-    `gather_way` is how an all_reduce gathers the parts of its total after an exchange; None for other messages.
+    The bytes are means over the ranks of the group. If hosts are not even, each rank counts as a separate host.
+
+    Attributes:
+        way: `EXCHANGE`, `RING` or `HIERARCHICAL`.
+        reason: why, as text.
+        inside, between: the bytes that a rank receives from its own host, and from other hosts.
+        gather_way: how an all_reduce gathers the parts of its total after an exchange; None for other messages.
     """
 
     way: str
@@ -106,8 +115,8 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
     Args:
         eqn: the equation.
         sizes: the sizes of the mesh axes.
-        hosts: where the ranks of its axis are.
-        gloo: whether gloo sends it, not NCCL.
+        hosts: the hosts of the ranks of its axis.
+        gloo: whether gloo sends it, or else NCCL.
 
     >>> from ztrans.ir import Partial, Split, Var, reduce
     >>> g = Var("g", torch.float32, (8,), (Partial("dp", "sum"),))
@@ -134,7 +143,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
 
 
 def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
-    """Whether NCCL gathers the whole terms of an all_reduce: they are short, and the ranks must reduce them."""
+    """Whether NCCL gathers the whole terms of an all_reduce, because they are short and the ranks must reduce them."""
     if rules(eqn).halves(eqn) is None:
         return False
     total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
@@ -144,8 +153,8 @@ def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
 def share_of_exchange(hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype) -> float:
     """The share of the terms of a hierarchical reduction that one call exchanges inside a host on GPUs.
 
-    With this share, the buffers of a call and the sums of the host take no more memory than the terms that a plain
-    exchange receives. A single term for one host is sent in place, so it may be larger.
+    With this share, the buffers of a call and the sums of the host need no more memory than the received terms of a
+    plain exchange. A single term for one host is sent in place, so it may be larger.
     """
     received = (hosts.ranks - 1) / hosts.ranks
     sums = host_dtype.itemsize / wire.itemsize / hosts.local
@@ -153,7 +162,7 @@ def share_of_exchange(hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype) 
 
 
 def exchanges_inside(eqn: Eqn, hosts: Hosts) -> int:
-    """About how many calls exchange the terms of a hierarchical reduction inside a host on GPUs."""
+    """About how many calls a hierarchical reduction on GPUs needs to exchange its terms inside a host."""
     share = share_of_exchange(hosts, wire_dtype(eqn, eqn.ins[0]), host_sum_dtype(eqn, eqn.ins[0]))
     return min(hosts.count, math.ceil(1 / share)) if share else hosts.count
 
@@ -161,7 +170,7 @@ def exchanges_inside(eqn: Eqn, hosts: Hosts) -> int:
 def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool) -> Route:
     """The route of a collective that is one message."""
     ranks = hosts.ranks
-    local = hosts.local if hosts.even else 1  # ranks that need no message between hosts
+    local = hosts.local if hosts.even else 1  # ranks that reach each other inside a host
     spans_hosts = hosts.count > 1
     reduces = "op" in eqn.kwargs
     wire = wire_dtype(eqn, eqn.ins[0])
@@ -175,11 +184,11 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
 
     all_bytes = received * ranks / max(ranks - 1, 1)
     host_dtype = host_sum_dtype(eqn, eqn.ins[0]) if reduces else wire
-    # The shares of all bytes that come from other hosts, if each rank sends its part there, or each host sends one.
+    # The shares of all bytes that come from other hosts, if each rank sends its part there, or if each host sends one.
     flat_share = (ranks - local) / ranks if spans_hosts else 0.0
     hierarchical_share = (hosts.count - 1) / ranks * host_dtype.itemsize / wire.itemsize
     reason = _why_not_hierarchical(hosts, wire, host_dtype, hierarchical_share < flat_share)
-    if reason:
+    if reason is not None:
         between = flat_share * all_bytes
         return Route(EXCHANGE, reason, received - between, between)
 
@@ -194,22 +203,28 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
 
 
 def _ring_bytes_between(received: float, hosts: Hosts) -> float:
-    """How many of the bytes that a rank receives in a ring come from another host."""
+    """The bytes that a rank of a ring receives from another host, of all that it receives."""
     local = hosts.local if hosts.even else 1
     return received / local if hosts.count > 1 else 0.0
 
 
 def _why_not_hierarchical(
-    hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype, fewer: bool
-) -> str:
-    """Why an exchange is not hierarchical; empty if it is. `fewer`: then fewer bytes would be sent between hosts."""
+    hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype, saves_bytes: bool
+) -> str | None:
+    """Why an exchange is not hierarchical, or None if it is.
+
+    Args:
+        hosts: the hosts of its ranks.
+        wire, host_dtype: the dtypes of the terms, and of the sums of hosts.
+        saves_bytes: whether a hierarchical exchange sends fewer bytes between hosts.
+    """
     if hosts.count == 1:
         return "one host"
     if not hosts.even:
         return f"the ranks of {hosts.count} hosts are not equally many, and neighbours, in every group of the axis"
     if hosts.local == 1:
         return "one rank on each host"
-    if not fewer:
+    if not saves_bytes:
         terms = f"its {hosts.local} terms in {DTYPES.get(wire, wire)}"
         return f"the sum of a host in {DTYPES.get(host_dtype, host_dtype)} has as many bytes as {terms}"
-    return ""
+    return None

@@ -1,9 +1,9 @@
-"""The classes of rules: how an operation behaves in a program, which is its meaning, its storage, and its bytes.
+"""Rules: how an operation behaves in a program, that is, its meaning, its storage and its bytes.
 
-`Rules` itself describes an ordinary operation of PyTorch; `op_facts` says of what kind it is. Each primitive has a
-subclass, in `marks`, `collectives`, `copies` or `user_collectives`, which overrides what differs. A pass asks
+`Rules` itself describes an ordinary operation of PyTorch; `op_facts` has the kind of that operation. Each primitive has
+a subclass, in `marks`, `collectives`, `copies` or `user_collectives`, which overrides what differs. A pass asks
 `collectives.rules(eqn)` instead of testing which primitive an equation has. "Where to add" in docs/architecture.md
-lists what a new collective needs besides.
+lists what else a new collective needs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class Rules:
         starts: it starts a collective or a copy, whose results must be waited for.
         waits: it waits for a result of a collective or a copy.
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
-        copies: it copies between the memory of the device and that of the host. Nothing else reads a value in the
-            memory of the host.
+        copies: it copies between device and host. No other operation reads a value in the memory of the host.
         packs: it copies its arguments into a send buffer. A GPU may do so while the next equations run.
-        moves: it moves elements without computing, so a cast before it and a cast after it give the same result.
+        moves: it moves elements without computing, so a cast may stand before or after it with the same result.
         over_all_micro_batches: its results belong to all micro-batches (see `marks`), and do not differ between them.
-        lane: the kind of its queue: each mesh axis has a queue for each kind (see `collectives.lane`).
+        lane: the kind of its queue. Each mesh axis has one queue of each kind (see `collectives.lane`).
     """
 
     starts: ClassVar[bool] = False
@@ -50,13 +49,13 @@ class Rules:
 
     @property
     def remote(self) -> bool:
-        """Whether other ranks take part, so it may block, and it fails if they fail."""
+        """Whether other ranks take part, so that it may block, and fails if they fail."""
         return (self.starts or self.waits) and not self.copies
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         """An error in the types of an equation, as text for the verifier, or None."""
         if any(out.future for out in eqn.results):
-            return "an operation that is no collective has a future among its results"
+            return "an operation that is not a collective has a future among its results"
         return result_problem(eqn)
 
     def axis(self, eqn: Eqn) -> str | None:
@@ -64,13 +63,13 @@ class Rules:
         return None
 
     def meaning(self, eqns: Sequence[Eqn], values: Sequence[Values]) -> list[Sequence[Any]]:
-        """Compute an equation on every rank of one group along `axis`; the interpreter calls this.
+        """Compute an equation on every rank of one group along `axis`, for the interpreter.
 
         Args:
-            eqns: the equation as it is on each rank (see `layout.localize`).
+            eqns: the equation as each rank runs it (see `layout.localize`).
             values: the values of the program on each rank.
 
-        Returns: For each rank, one value for each result of the equation.
+        Returns: One value for each result of the equation, for each rank.
         """
         return [compute(eqn, env) for eqn, env in zip(eqns, values)]
 
@@ -83,7 +82,7 @@ class Rules:
         return is_view(eqn)
 
     def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
-        """Whether the value of a member stays in the buffer in which it was received."""
+        """Whether the value of a member stays in its receive buffer."""
         return False
 
     def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
@@ -91,39 +90,44 @@ class Rules:
         return False
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
-        """Whether every rank sends its part to every other rank, and the backend does not pass parts around a ring.
+        """Whether every rank sends its part to every other rank. If not, the backend passes parts around a ring.
 
-        `gloo` says whether gloo sends the messages of the equation, not NCCL.
+        Args:
+            eqn: the equation.
+            ranks: the number of ranks.
+            gloo: whether gloo sends the messages, or else NCCL.
         """
         return False
 
     def halves(self, eqn: Eqn) -> tuple[Eqn, Eqn] | None:
-        """The reduce_scatter and the all_gather that an all_reduce is sent as; None if it is one message."""
+        """The reduce_scatter and the all_gather that carry out an all_reduce, or None for a single message."""
         return None
 
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        """The bytes that one rank receives, padding included. A gather or a scatter over n ranks moves (n-1)/n of the
-        whole value, an all_reduce twice that."""
+        """The bytes that one rank receives, padding included.
+
+        A gather or a scatter over n ranks moves (n-1)/n of the whole value, an all_reduce twice as much.
+        """
         return 0
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        """The bytes of the buffers into which a collective packs, casts or pads its members before it sends them."""
+        """The bytes of the send buffers, into which a collective packs, casts or pads its members."""
         return 0
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
-        """The bytes of the buffer in which a member is received: for a gather, the value's."""
+        """The bytes of the receive buffer of a member; a gather receives into the whole value."""
         return 0
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        """The bytes of the buffer in which members that are packed together are received.
+        """The bytes of the buffer that receives the members that are packed together.
 
-        They are copied out of it: on a GPU as soon as they have arrived, on a CPU when the first of them is waited for.
+        They are copied out of it: on a GPU as soon as they arrive, on a CPU at the wait for the first of them.
         """
         return 0
 
 
 class Memberwise(Rules):
-    """Rules of an operation whose result k depends on argument k alone; a subclass computes it, by `member`."""
+    """Rules of an operation whose result k depends on argument k alone; `member` of a subclass computes it."""
 
     def meaning(self, eqns: Sequence[Eqn], values: Sequence[Values]) -> list[Sequence[Any]]:
         eqn = eqns[0]
@@ -134,16 +138,16 @@ class Memberwise(Rules):
         return list(zip(*results))
 
     def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
-        """The value of one argument on one rank, in the dtype in which it is sent."""
+        """The value of one argument on one rank, in the dtype of the wire."""
         return term
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Result `index` on every rank of a group, from the term that each rank sent; by default that term itself."""
+        """Result `index` on every rank of a group, from the term of each rank; by default the term itself."""
         return terms
 
 
 class Wait(Memberwise):
-    """Rules of a wait. Whether its value stays in the receive buffer depends on the start (see `stays_in_buffer`)."""
+    """Rules of a wait. The start decides whether its value stays in the receive buffer (see `stays_in_buffer`)."""
 
     waits = True
     reads_futures = True

@@ -1,8 +1,8 @@
-"""Equal updates of many parameters, next to each other, so that one call computes them all.
+"""Put equal updates of many parameters next to each other, so that one call computes them all.
 
 An optimizer does the same to every parameter. A program has one equation for each parameter, so that each can be
-updated as soon as its gradient is there. Where several can be updated at one place, a fused optimizer or an operation
-over lists takes one call for all of them:
+updated as soon as its gradient arrives. Where several can be updated at the same place, one call of a fused optimizer
+or of an operation over lists updates all of them:
 
     p1 = add(p, u); q1 = add(q, v)    -->    p1, q1 = _foreach_add([p, q], [u, v])
 
@@ -10,10 +10,10 @@ The scalars that an optimizer computes from the step count of each parameter bec
 
     s1 = div(lr, c1); s2 = div(lr, c2)    -->    s1, s2 = unbind(div(lr, stack([c1, c2])))
 
-Equations are equal if they have the same operation, literals and keyword arguments, and read what equal equations have
-computed. Equal equations never depend on each other, and groups of them never do so in a circle, because what an
-equation reads is a part of what it is compared by. Only equations that follow each other in the update are put in
-another order, so forward, backward and all messages stay where they are.
+Equations are equal if they have the same operation, literals and keyword arguments, and read results of equal
+equations. Equal equations never depend on each other, and groups of them never form a cycle, because the arguments of
+an equation are part of the comparison. Only consecutive equations of the update change places, so forward, backward and
+all messages stay where they are.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ ListCall = tuple[Any, tuple, Mapping[str, Any]]
 def group_updates(
     graph: Graph, may_move: Callable[[Eqn], bool] = lambda e: True, parts: int = 1
 ) -> tuple[Graph, tuple[EqnGroup, ...]]:
-    """Put equal updates next to each other, among those that may move.
+    """Put equal updates that may move next to each other.
 
-    With several `parts`, the parameters are divided into parts of about equal bytes, and each part is updated by
-    itself, so that the temporary values of few parameters are live at a time. The scalars of all parameters are
-    computed together.
+    Args:
+        graph: the program.
+        may_move: whether an equation may move.
+        parts: how many parts to divide the parameters into, of about equal bytes. Each part is updated separately, so
+            that the temporary values of few parameters are live at a time. The scalars of all parameters are computed
+            together.
 
-    Returns the program in the new order, and its groups of several equations.
+    Returns: The program in the new order, and its groups of several equations.
     """
     passed_once = _passed_once(graph)
     ordered: list[EqnGroup] = []
@@ -58,7 +61,7 @@ def group_updates(
         if movable and len(eqns) > 1:
             ordered += _regrouped(eqns, passed_once, may_move, parts)
         else:
-            ordered += ((e,) for e in eqns)
+            ordered += [(e,) for e in eqns]
     groups = tuple(group for group in ordered if len(group) > 1)
     return graph.replace(eqns=tuple(chain.from_iterable(ordered))), groups
 
@@ -69,9 +72,9 @@ def is_fused_update(e: Eqn) -> bool:
 
 
 def has_list_form(e: Eqn) -> bool:
-    """Whether PyTorch has the operation over lists, and it gives the same bits.
+    """Whether PyTorch has the operation over lists, with the same bits.
 
-    It does so where it works element by element, and not in half precision, in which it rounds numbers first.
+    The bits are the same for elementwise operations, except in half precision, where numbers are rounded first.
     """
     facts = op_facts(e.op)
     if not facts.pointwise:
@@ -82,12 +85,12 @@ def has_list_form(e: Eqn) -> bool:
 
 
 def is_scalar_arithmetic(e: Eqn) -> bool:
-    """Whether an equation computes a scalar from scalars, with the bits that an element of a vector would have.
+    """Whether an equation computes a scalar from scalars, with the same bits as an element of a vector.
 
-    CPUs have other code for some functions of vectors, such as powers, than for scalars; GPUs do not.
+    CPUs compute some functions, such as powers, by different code for vectors than for scalars; GPUs do not.
     """
     facts = op_facts(e.op)
-    # PyTorch computes this power as a square root.
+    # PyTorch computes this power as a square root, which is exact.
     is_root = e.op is aten.pow.Tensor_Scalar and e.args[1] == 0.5
     if not ((facts.pointwise and (facts.exact or is_root)) or e.op is CAST):
         return False
@@ -100,7 +103,7 @@ def is_scalar_arithmetic(e: Eqn) -> bool:
 
 
 def is_read_of_host(e: Eqn) -> bool:
-    """Whether an equation reads a scalar as a Python number. A vector of such scalars is read at once."""
+    """Whether an equation reads a scalar as a Python number. A vector of such scalars is read in one call."""
     return e.op is ITEM and isinstance(e.out, Number)
 
 
@@ -111,17 +114,17 @@ def may_change_places(e: Eqn) -> bool:
 
 
 class _Numbering:
-    """The numbers of the equations of a run: equal equations have one number."""
+    """The numbers of the equations of a run: equal equations have the same number."""
 
     def __init__(self, passed_once: Collection[Var]) -> None:
         self.passed_once = passed_once
         self._numbers: dict[Hashable, int] = {}
-        # For each value, the number of its equation, and which of the results it is.
+        # For each value, the number of its equation, and its position among the results.
         self._sources: dict[Var, tuple[int, int]] = {}
 
     def number(self, e: Eqn) -> int:
-        """The number of an equation; those that compute its arguments have been numbered before."""
-        number = self._numbers.setdefault(structure(e, self._of_var), len(self._numbers))
+        """The number of an equation, after the equations that compute its arguments were numbered."""
+        number = self._numbers.setdefault(structure(e, self._identity), len(self._numbers))
         for k, v in enumerate(e.results):
             self._sources[v] = number, k
         return number
@@ -130,27 +133,28 @@ class _Numbering:
         """Whether an equation of the run has computed a value."""
         return v in self._sources
 
-    def _of_var(self, v: Var) -> Hashable:
+    def _identity(self, v: Var) -> Hashable:
+        """What an argument must have in common with the argument of an equal equation."""
         if v in self.passed_once:
             return v
-        # What the run does not compute, such as a gradient, may be another tensor for each parameter.
-        of_other_value = v.dtype, not v.shape
-        return self._sources.get(v, of_other_value)
+        # A value from outside the run, such as a gradient, may be another tensor for each parameter.
+        is_scalar = not v.shape
+        return self._sources.get(v, (v.dtype, is_scalar))
 
 
 def _passed_once(graph: Graph) -> set[Var]:
     """The values that a call for several parameters has as one argument, such as a learning rate.
 
-    These are keyword arguments, and scalars that several equations read in one place, if they have the same operation
-    and the same literals. Equations of scalars do not count: their operands become vectors. Nor does the keyword
+    They are keyword arguments, and scalars that several equations with the same operation and the same literals read as
+    the same argument. Equations that compute scalars do not count: their operands become vectors. Nor does the keyword
     `value`: operations over lists take a list for it.
     """
-    of_keywords: set[Var] = set()
+    keyword_values: set[Var] = set()
     readers: Counter[tuple[Hashable, int, Var]] = Counter()
     for e in graph.eqns:
         if e.region != "update":
             continue
-        of_keywords.update(variables({key: x for key, x in e.kwargs.items() if key != "value"}))
+        keyword_values.update(variables({key: x for key, x in e.kwargs.items() if key != "value"}))
         scalars = [k for k, v in enumerate(e.args) if isinstance(v, Var) and not v.shape]
         if any(v.shape for v in e.results):
             literals = structure(e, lambda v: None)
@@ -158,12 +162,9 @@ def _passed_once(graph: Graph) -> set[Var]:
                 readers[literals, position, e.args[position]] += 1
             if isinstance(e.kwargs.get("value"), Var):
                 readers[literals, -1, e.kwargs["value"]] += 1
-    # One reader alone may be a scalar of its own parameter, such as a count of steps.
-    shared = set()
-    for (_, _, v), count in readers.items():
-        if count > 1:
-            shared.add(v)
-    return of_keywords | shared
+    # A scalar with a single reader may belong to one parameter, such as its step count.
+    shared_scalars = {v for (_, _, v), count in readers.items() if count > 1}
+    return keyword_values | shared_scalars
 
 
 def _regrouped(
@@ -179,7 +180,7 @@ def _regrouped(
     for e in run:
         number = numbering.number(e)
         has_one_call = is_fused_update(e) or has_list_form(e) or is_scalar_arithmetic(e)
-        # Scalars that are computed together are a vector already.
+        # The scalars that the run computes form a vector already.
         has_one_call |= is_read_of_host(e) and numbering.is_computed(e.ins[0])
         key = (number, part_of.get(e, 0)) if has_one_call and may_move(e) else e
         groups.setdefault(key, []).append(e)
@@ -190,31 +191,33 @@ def _parts(run: Sequence[Eqn], parts: int) -> dict[Eqn, int]:
     """The part of each equation that computes more than scalars. All equations of a parameter are in one part."""
     if parts == 1:
         return {}
-    first: dict[Eqn, Eqn] = {}  # the first equation of the same parameter
+    first_eqn: dict[Eqn, Eqn] = {}  # the first equation of the same parameter
     makers: dict[Var, Eqn] = {}
-    bytes_of: Counter[Eqn] = Counter()
+    result_bytes: Counter[Eqn] = Counter()  # of a parameter, by its first equation
     for e in run:
         if not any(v.shape for v in e.results):
             continue
-        of_makers = [first[makers[v]] for v in e.ins if v in makers]
-        first[e] = of_makers[0] if of_makers else e
-        makers.update((v, e) for v in e.results if v.shape)
-        bytes_of[first[e]] += sum(v.numel * v.dtype.itemsize for v in e.results)
+        parameters = [first_eqn[makers[v]] for v in e.ins if v in makers]
+        first_eqn[e] = parameters[0] if parameters else e
+        for v in e.results:
+            result_bytes[first_eqn[e]] += v.numel * v.dtype.itemsize
+            if v.shape:
+                makers[v] = e
 
-    part_bytes = max(1, sum(bytes_of.values()) / parts)
+    part_bytes = max(1, sum(result_bytes.values()) / parts)
     part_of_first: dict[Eqn, int] = {}
     bytes_before = 0
-    for e, count in bytes_of.items():
+    for e, count in result_bytes.items():
         part_of_first[e] = int(bytes_before / part_bytes)
         bytes_before += count
-    return {e: part_of_first[of_parameter] for e, of_parameter in first.items()}
+    return {e: part_of_first[first] for e, first in first_eqn.items()}
 
 
 def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
-    """The groups in the order of the run, except that every value is computed before it is read.
+    """The groups in the order of the run, as far as every value is computed before it is read.
 
     A group takes the place of its last equation. A group of scalars takes the place of its first, so that its readers
-    run early: until they run, their other arguments are live.
+    run early, because their other arguments are live until then.
     """
     group_of: dict[Eqn, int] = {}
     for k, group in enumerate(groups):
@@ -233,26 +236,27 @@ def _ordered(run: Sequence[Eqn], groups: Sequence[EqnGroup]) -> list[EqnGroup]:
 
 
 def overwriting_first(e: Eqn, in_place: Any) -> Eqn | None:
-    """An in-place equation with the overwritten argument first; None if its arguments cannot be swapped.
+    """An in-place equation with its overwritten argument first, where operations over lists write.
 
-    Operations over lists write over their first argument.
+    Returns: The equation, or None if its arguments cannot be swapped.
     """
     place = overwritten_place(in_place)
     if place == 0:
         return e
-    other = e.args[0]
-    # The other argument must be a scalar: then the result has the strides of the overwritten tensor.
+    operand = e.args[0]
+    # The operand must be a scalar, so that the result has the strides of the overwritten tensor.
     may_swap = place == 1 and op_facts(e.op).commutes and not e.kwargs
-    if not may_swap or not isinstance(other, Var) or other.shape:
+    if not may_swap or not isinstance(operand, Var) or operand.shape:
         return None
-    return e.replace(args=(e.args[1], other, *e.args[2:]))
+    return e.replace(args=(e.args[1], operand, *e.args[2:]))
 
 
 def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
-    """The operation over lists that computes equal equations in one call, its arguments, and its keyword arguments.
+    """The operation over lists that computes equal equations in one call, with its arguments and keyword arguments.
 
-    An argument that is one scalar tensor in all equations is passed once, if there is an operation that takes it so.
-    None where there is no operation over lists.
+    A scalar tensor that all equations share as an argument is passed once, if an operation accepts that.
+
+    Returns: The call, or None if PyTorch has no operation for it.
 
     >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (3,))
     >>> list_call([Eqn(aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
@@ -266,14 +270,14 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     suffix = "_" if in_place else ""
     packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{suffix}")
 
-    # `value` is a keyword of operations on one tensor alone.
+    # Only operations on a single tensor have `value` as a keyword; over lists it is the last argument.
     kwargs = dict(first.kwargs)
     rows = [e.args for e in eqns]
     if "value" in kwargs:
         del kwargs["value"]
         rows = [(*e.args, e.kwargs["value"]) for e in eqns]
 
-    # To pass a scalar once spares its copies, but not every operation over lists takes a tensor there.
+    # A scalar that is passed once needs no copies, but not every operation over lists accepts a tensor there.
     for shared_once in (True, False):
         args = list(_list_arguments(rows, shared_once))
         for overload in overloads(packet):
@@ -283,7 +287,7 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
 
 
 def _list_arguments(rows: Sequence[tuple], shared_once: bool) -> Iterator[Any]:
-    """The arguments of an operation over lists: literals once, tensors and numbers in lists, and equal numbers once.
+    """The arguments of an operation over lists: lists of tensors or of numbers, but literals and equal numbers once.
 
     With `shared_once` a scalar that all equations share is passed once too, unless it is the first argument.
     """
@@ -296,20 +300,20 @@ def _list_arguments(rows: Sequence[tuple], shared_once: bool) -> Iterator[Any]:
 
 
 def _accepts(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the arguments have the types of an overload over lists."""
+    """Whether an overload over lists accepts arguments of these types."""
     keywords = {a.name for a in overload._schema.arguments if a.kwarg_only}
     if not kwargs.keys() <= keywords:
         return False
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
-    kinds = [str(a.type) for a in positional[: len(args)]]
-    if kinds != list(map(_kind, args)):
+    types = [str(a.type) for a in positional[: len(args)]]
+    if types != [_schema_type(x) for x in args]:
         return False
     rest = positional[len(args) :]
     return all(a.has_default_value() for a in rest)
 
 
-def _kind(x: Any) -> str:
+def _schema_type(x: Any) -> str:
     """The type of an argument in a schema."""
     if isinstance(x, list):
-        return f"List[{_kind(x[0])}]"
+        return f"List[{_schema_type(x[0])}]"
     return "Tensor" if isinstance(x, Var) and not isinstance(x, Number) else "number"

@@ -1,4 +1,4 @@
-"""Check that a program is well formed, as is done for every program that a transform or a plan returns."""
+"""Check that a program is well formed. Every program that a transform or a plan returns is checked."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from .rules import Rules
 
 
 class ProgramError(ValueError):
-    """A program is not well formed, which is a mistake of the transform or the plan that returned it."""
+    """A program is not well formed. The transform or the plan that returned it has a bug."""
 
 
 def check(graph: Graph) -> Graph:
     """Verify that a program is well formed, and return it.
 
-    Every value is bound once, and before it is read. Every future is waited for exactly once, and nothing else reads
-    it. One that is carried to the next step is a gather of the new state, or a leaf of it that is being copied to the
-    host, and nothing reads it. Only a copy reads or makes a value in the memory of the host. Every collective has a
-    provenance, and its axis is one of the mesh. Members and results of a collective agree in number and shape, and a
-    gather sends what is cut. The numbers of neighbours divide the ranks of their axis. Every leaf of the state is
-    returned with the type that it had.
+    - Every value is bound once, before it is read. The types of results follow from the arguments (`Rules.problem`).
+    - Every future is waited for exactly once, and nothing else reads it. A future that is carried to the next step is
+      not read at all: it is a gather of the new state, or a leaf of the new state that is being copied to the host.
+    - Only copies read and make values in the memory of the host.
+    - A collective has a provenance, and its axis belongs to the mesh. Its members and results agree in number and
+      shape, and a gather sends values that are split.
+    - The number of neighbours divides the ranks of their axis.
+    - Every leaf of the state is returned with its old type.
 
     Raises: ProgramError that names the equation.
     """
@@ -30,15 +32,15 @@ def check(graph: Graph) -> Graph:
     for var in graph.inputs:
         values.bind(var, None)
     for eqn in graph.eqns:
-        of_eqn = rules(eqn)
+        eqn_rules = rules(eqn)
         for var in eqn.ins:
-            values.check_read(var, of_eqn, eqn)
-        problem = of_eqn.problem(eqn, graph.axes)
+            values.check_read(var, eqn_rules, eqn)
+        problem = eqn_rules.problem(eqn, graph.axes)
         if problem is not None:
-            raise _wrong(problem, eqn)
+            raise _error_at(eqn, problem)
         for out in eqn.results:
-            if out.memory == "host" and not of_eqn.copies:
-                raise _wrong(f"{out} is in the memory of the host, where nothing computes", eqn)
+            if out.memory == "host" and not eqn_rules.copies:
+                raise _error_at(eqn, f"{out} is in the memory of the host, where nothing computes")
             values.bind(out, eqn)
     _check_outputs(graph, values)
     _check_state(graph)
@@ -48,22 +50,23 @@ def check(graph: Graph) -> Graph:
 
 def _check_neighbours(graph: Graph) -> None:
     for axis in graph.joint:
-        whole = whole_axis(axis)
-        ranks = with_joint_sizes(dict(graph.mesh), [whole])[whole]
+        all_ranks_axis = whole_axis(axis)
+        ranks = with_joint_sizes(dict(graph.mesh), [all_ranks_axis])[all_ranks_axis]
         if ranks % graph.axes[axis]:
             raise ProgramError(
                 f"axis {axis} is of {graph.axes[axis]} neighbours, which do not divide {ranks} ranks"
             )
 
 
-def _wrong(problem: str, eqn: Eqn | None) -> ProgramError:
+def _error_at(eqn: Eqn | None, problem: str) -> ProgramError:
+    """The error of a problem at an equation, or at the inputs for None."""
     if eqn is None:
         return ProgramError(f"{problem}, at the inputs")
     return ProgramError(f"{problem}, at {', '.join(map(str, eqn.outs))} = {eqn.op} [{eqn.source}]")
 
 
 class _Bindings:
-    """The values that are bound so far, by name, and the futures that nothing has waited for."""
+    """The values that are bound so far, by name, and the futures that nothing has waited for yet."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Var] = {}
@@ -73,30 +76,30 @@ class _Bindings:
         return self.by_name.get(var.name) is var
 
     def bind(self, var: Var, eqn: Eqn | None) -> None:
-        # Printed programs, plans and generated code know values by their names.
+        # Printed programs, plans and generated code identify values by name.
         if var.name in self.by_name:
-            raise _wrong(f"{var} is bound twice", eqn)
+            raise _error_at(eqn, f"{var} is bound twice")
         self.by_name[var.name] = var
         if var.future:
             self.unwaited[var] = None
 
-    def check_read(self, var: Var, of_eqn: Rules, eqn: Eqn | None) -> None:
+    def check_read(self, var: Var, eqn_rules: Rules, eqn: Eqn | None) -> None:
         if not self.is_bound(var):
-            raise _wrong(f"{var} is read before it is bound", eqn)
-        if var.memory == "host" and not of_eqn.copies:
-            raise _wrong(
-                f"{var} is in the memory of the host, where nothing computes: copy it with to_device, and wait",
+            raise _error_at(eqn, f"{var} is read before it is bound")
+        if var.memory == "host" and not eqn_rules.copies:
+            raise _error_at(
                 eqn,
+                f"{var} is in the memory of the host, where nothing computes: copy it with to_device, and wait",
             )
 
-        waits = of_eqn.reads_futures
-        if var.future and not waits:
-            raise _wrong(f"{var} is a future and is read before its wait", eqn)
-        if waits and not var.future:
-            raise _wrong(f"{var} is waited for but is not a future", eqn)
-        if waits and var not in self.unwaited:
-            raise _wrong(f"{var} is waited for twice", eqn)
-        if waits:
+        is_wait = eqn_rules.reads_futures
+        if var.future and not is_wait:
+            raise _error_at(eqn, f"{var} is a future and is read before its wait")
+        if is_wait and not var.future:
+            raise _error_at(eqn, f"{var} is waited for but is not a future")
+        if is_wait and var not in self.unwaited:
+            raise _error_at(eqn, f"{var} is waited for twice")
+        if is_wait:
             del self.unwaited[var]
 
 
@@ -112,7 +115,7 @@ def _check_outputs(graph: Graph, values: _Bindings) -> None:
             raise ProgramError(f"{var} is never waited for")
     for var in carried:
         if var not in values.unwaited:
-            raise ProgramError(f"{var} is carried to the next step, and is no future")
+            raise ProgramError(f"{var} is carried to the next step but is not a future")
 
 
 def _check_state(graph: Graph) -> None:
@@ -122,35 +125,35 @@ def _check_state(graph: Graph) -> None:
             f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
         )
 
-    # Most programs carry nothing, and need no table of what computes their values.
-    starts = producers(graph.eqns) if graph.carried_futures else {}
+    # Most programs carry nothing, so the table of producers is made only for those with futures.
+    makers = producers(graph.eqns) if graph.carried_futures else {}
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
             raise ProgramError(f"state {old} comes back as {new}")
-        if new.future and not (new in starts and is_copy(starts[new]) and new.memory == "host"):
-            raise ProgramError(f"state {new} is a future, and no copy to the host makes it")
+        if new.future and not (new in makers and is_copy(makers[new]) and new.memory == "host"):
+            raise ProgramError(f"state {new} is a future, but no copy to the host makes it")
 
 
 def _check_carried(graph: Graph) -> None:
-    """Check that each future that the step carries is a gather of new leaves, and has the type of the input for it."""
+    """Check that each carried future is a gather of new leaves, with the type of the input that receives it."""
     for var in graph.tensor_inputs[graph.num_state :]:
         if var.future:
-            raise ProgramError(f"input {var} is a future, and the step does not carry it")
+            raise ProgramError(f"input {var} is a future, but the step does not carry it")
 
     new_leaves = set(graph.outputs[: graph.num_state])
-    starts = producers(graph.eqns) if graph.carried else {}
-    for before, after in zip(graph.carried_inputs, graph.carried_outputs):
-        start = starts[after]
-        if not rules(start).moves or not new_leaves.issuperset(start.ins):
-            raise ProgramError(f"{after} is carried, and is no gather of the new state")
-        if not before.future or not before.is_like(after):
-            raise ProgramError(f"the step before has started {before}, and this one starts {after}")
+    makers = producers(graph.eqns) if graph.carried else {}
+    for old, new in zip(graph.carried_inputs, graph.carried_outputs):
+        start = makers[new]
+        if not rules(start).moves or any(v not in new_leaves for v in start.ins):
+            raise ProgramError(f"{new} is carried but is not a gather of the new state")
+        if not old.future or not old.is_like(new):
+            raise ProgramError(f"the step before has started {old}, and this one starts {new}")
 
 
 def check_interface(before: Graph, after: Graph) -> None:
-    """Verify that a rewritten program has the inputs and outputs that it had before; layouts may differ.
+    """Verify that a rewritten program has the same inputs and outputs as before; layouts may differ.
 
-    After its outputs there may be more, whose names are in `Graph.added`.
+    It may have more outputs after the old ones, with their names in `Graph.added`.
 
     Raises: ProgramError that names the input, or gives the number of outputs.
     """
@@ -164,18 +167,18 @@ def check_interface(before: Graph, after: Graph) -> None:
         if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
 
-    # Outputs are added at the end, so that the callers of earlier transforms find theirs where they were.
-    more = after.added[len(before.added) :]
-    if after.added != (*before.added, *more) or len(set(after.added)) != len(after.added):
+    # New outputs come last, so that the users of earlier transforms find their outputs in the same place.
+    new_names = after.added[len(before.added) :]
+    if after.added != (*before.added, *new_names) or len(set(after.added)) != len(after.added):
         raise ProgramError(
-            f"the added outputs are {after.added}, and they were {before.added}: add others behind them"
+            f"the added outputs are {after.added}, and they were {before.added}: add others after them"
         )
-    if len(after.outputs) != len(before.outputs) + len(more):
-        extra = f", and {len(more)} names in graph.added for more" if more else ""
+    if len(after.outputs) != len(before.outputs) + len(new_names):
+        extra = f", and {len(new_names)} names in graph.added for more" if new_names else ""
         raise ProgramError(
-            f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{extra}. Add outputs behind "
+            f"there are {len(after.outputs)} outputs, and there were {len(before.outputs)}{extra}. Add outputs after "
             f"the others, with a name for each: graph.replace(outputs=(*graph.outputs, y), added=(*graph.added, 'y'))"
         )
-    no_inputs = after.batch.difference(after.inputs)
-    if no_inputs:
-        raise ProgramError(f"{', '.join(map(str, no_inputs))} of the batch is no input")
+    not_inputs = after.batch.difference(after.inputs)
+    if not_inputs:
+        raise ProgramError(f"{', '.join(map(str, not_inputs))} of the batch is not an input")
