@@ -1,4 +1,4 @@
-"""The first gathers of the next step start in the update of this one.
+"""Start the first gathers of the next step in the update of this step.
 
     def step(w, x):                                 def step(w, x, w.full'):
       w.full' = all_gather([w])                       w.full = wait(w.full'); y = mm(x, w.full)
@@ -7,13 +7,14 @@
       w1 = sub(w, g)                                  w.full.next' = all_gather([w1])
       return w1, loss                                 return w1, loss, w.full.next'
 
-What is carried is the value of a future, so a program stays a function: it takes the gathers that the step before has
-started, and returns those that it has started itself. Nothing hides the gathers with which a step begins. Now the rest
-of the update hides them, and what the host does between two steps. The state itself is complete when a step ends.
+Nothing hides the gathers at the beginning of a step. When they are carried, the rest of the update hides them, and so
+does the work of the host between two steps. A carried future is a value, so a program stays a function: it takes the
+gathers that the previous step started, and returns the gathers that it started itself. The state itself is complete
+when a step ends.
 
-The gathers that are carried are those of the buckets that start with the step by its plan, and whose members are leaves
-of the state. So they are the same on every rank and for every size of the batch. For the lower bound of such a step,
-`without_gathers_of` makes the program that finds them done.
+The carried gathers are the buckets that start with the step by its plan and whose members are leaves of the state. So
+they are the same on every rank and for every size of the batch. `without_gathers_of` makes a program for the lower
+bound of such a step, where the gathers have ended before.
 """
 
 from __future__ import annotations
@@ -30,48 +31,52 @@ from .rewriter import Rewriter
 
 
 def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
-    """The program that starts the first gathers of the next step, each as soon as its parameters are written.
+    """Start the first gathers of the next step, each as soon as its parameters are written.
 
-    They are those of the values `at_start`, by name, which its plan gathers when the step starts.
+    They start in the order in which the next step needs them, because a later gather would delay the others. None
+    starts before backward has ended, so that they take no memory from it.
 
-    They start in the order in which the next step needs them: one that is needed later would delay the others. None
-    starts before backward has ended, so they take no memory from it.
+    Args:
+        graph: the program.
+        at_start: the names of the values that its plan gathers when the step starts.
     """
     new = Rewriter(graph)
-    first = _first_gathers(graph, at_start)
-    starts = _of_next_step(new, first)
-    for start in first:
+    first_gathers = _first_gathers(graph, at_start)
+    next_gathers = _of_next_step(new, first_gathers)
+    for start in first_gathers:
         new.drop(start)
-    _insert_starts(new, starts)
-    before = tuple(producers(first))
-    after = tuple(producers(starts))
+    _insert_starts(new, next_gathers)
+    carried_inputs = tuple(producers(first_gathers))
+    carried_outputs = tuple(producers(next_gathers))
     return new.applied().replace(
-        inputs=(*graph.inputs, *before), outputs=(*graph.outputs, *after), carried=len(before)
+        inputs=(*graph.inputs, *carried_inputs),
+        outputs=(*graph.outputs, *carried_outputs),
+        carried=len(carried_inputs),
     )
 
 
 def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
-    """The gathers of the values `at_start` that the step before can start, in order.
+    """The gathers of the values `at_start` that the previous step can start, in order.
 
-    Other gathers may stand before the first operation too. They are not carried, because in the program of another
-    batch size an operation may precede them. A leaf whose new value is that of another leaf too is left out: the
-    program would not say which of the two is gathered where there is no step before.
+    Other gathers may also stand before the first operation. They are not carried, because in the program of another
+    batch size an operation may precede them. A leaf that shares its new value with another leaf is left out: without a
+    previous step, the program would not say which of the two to gather.
     """
     new_leaves = graph.outputs[: graph.num_state]
     times_returned = Counter(new_leaves)
-    carriable = set()
+    carriable_leaves = set()
     for leaf, new_leaf in zip(graph.inputs, new_leaves):
         if times_returned[new_leaf] == 1:
-            carriable.add(leaf)
-    first = []
+            carriable_leaves.add(leaf)
+    gathers = []
     for e in graph.eqns:
         # The first operation. Gathers after it may stand elsewhere in the program of another batch size.
         if not rules(e).remote:
             break
-        is_gather = role(e) == "param" and rules(e).moves and carriable.issuperset(e.ins)
+        is_gather = role(e) == "param" and rules(e).moves and carriable_leaves.issuperset(e.ins)
         if is_gather and all(v.base_name in at_start for v in e.results):
-            first.append(e)
-    return first
+            gathers.append(e)
+    return gathers
 
 
 def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
@@ -85,7 +90,7 @@ def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
         if e.region != "update":
             backward_ends = i
 
-    # Each start comes after the ones that the next step needs before it, so `index` only grows.
+    # Each start follows the starts that the next step needs earlier, so `index` only grows.
     index = backward_ends
     for start in starts:
         for v in start.ins:
@@ -97,14 +102,14 @@ def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
             new.insert_after(eqns[index], start)
 
 
-def _of_next_step(new: Rewriter, first: Sequence[Eqn]) -> list[Eqn]:
-    """The equations that start the first gathers of the next step: of the new leaves."""
+def _of_next_step(new: Rewriter, first_gathers: Sequence[Eqn]) -> list[Eqn]:
+    """The first gathers of the next step, which gather the new leaves."""
     graph = new.graph
     new_leaf = dict(zip(graph.inputs[: graph.num_state], graph.outputs))
     starts = []
-    for e in first:
+    for e in first_gathers:
         members = [new_leaf[v] for v in e.ins]
-        # The prime says, here and in the inputs, that a future passes from one step to the next.
+        # Like the inputs, the outputs end in the quote of a future.
         futures = []
         for v in e.results:
             name = new.fresh_name(f"{v.base_name}.next")
@@ -114,14 +119,14 @@ def _of_next_step(new: Rewriter, first: Sequence[Eqn]) -> list[Eqn]:
 
 
 class CarriedStart(NamedTuple):
-    """A gather that a step starts for the next one: its equation, and the leaves that it gathers, by position."""
+    """A gather that a step starts for the next one: its equation, and the positions of its leaves in the state."""
 
     eqn: Eqn
     leaves: tuple[int, ...]
 
 
 def carried_starts(graph: Graph) -> list[CarriedStart]:
-    """The gathers that a program starts for the next step, in the order of the futures that it carries."""
+    """The gathers that a program starts for the next step, in the order of the carried futures."""
     makers = producers(graph.eqns)
     position = {v: i for i, v in enumerate(graph.outputs[: graph.num_state])}
     starts = []
@@ -132,7 +137,7 @@ def carried_starts(graph: Graph) -> list[CarriedStart]:
 
 
 def gathers_before(graph: Graph) -> Graph:
-    """The program that starts what a step needs from the step before, where there is none: from the old state."""
+    """The program that starts the carried gathers of a step without a previous step, from the old state."""
     eqns = []
     for start in carried_starts(graph):
         members = [graph.inputs[i] for i in start.leaves]
@@ -147,19 +152,19 @@ def gathers_before(graph: Graph) -> Graph:
 
 
 def without_gathers_of(graph: Graph, positions: set[int]) -> Graph:
-    """The program with whole values of these leaves of the state as more inputs, and without their gathers.
+    """The program without the gathers of these leaves of the state, which takes their whole values as more inputs.
 
-    It is for a lower bound: the step before may have gathered all of them.
+    It is for a lower bound: the previous step may have gathered all of them.
     """
     leaves = {graph.inputs[i] for i in positions}
-    left_out: set[Eqn] = set()
+    omitted: set[Eqn] = set()
     values: list[Var] = []
-    for start, started in pair(graph).starts.items():
+    for start, paired in pair(graph).starts.items():
         if rules(start).moves and leaves.issuperset(start.ins):
-            left_out.add(start)
-            for i in started.waits:
+            omitted.add(start)
+            for i in paired.waits:
                 wait = graph.eqns[i]
-                left_out.add(wait)
+                omitted.add(wait)
                 values.append(wait.out)
-    eqns = tuple(e for e in graph.eqns if e not in left_out)
+    eqns = tuple(e for e in graph.eqns if e not in omitted)
     return graph.replace(inputs=(*graph.inputs, *values), eqns=eqns)

@@ -1,11 +1,9 @@
 """PyTorch's global state around a call.
 
-It has the settings that a trace depends on, modes that are off while a program runs, and transforms of PyTorch inside
-of which no program may be called.
-
 A step is traced under the caller's autocast, default dtype and default device, and its program is valid for these
 only. The program contains every cast that autocast inserted, and runs without autocast. Other modes of PyTorch, such as
-`torch.no_grad()` or the kernel of attention that `sdpa_kernel` chooses, are fixed when a step is traced.
+`torch.no_grad()` or the attention kernel of `sdpa_kernel`, are fixed when a step is traced. No program may be called
+inside torch.compile or a transform of torch.func.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -26,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 @functools.cache
 def _devices() -> tuple[str, ...]:
-    """The types of the devices of this machine; autocast is set for each of them."""
+    """The types of devices of this machine. Each has its own autocast."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -35,8 +33,8 @@ def ambient() -> dict[str, Any]:
     """The settings of PyTorch on which a trace depends, by name."""
     settings: dict[str, Any] = {}
     for device in _devices():
-        on = torch.is_autocast_enabled(device)
-        settings[f"autocast on {device}"] = torch.get_autocast_dtype(device) if on else "off"
+        is_on = torch.is_autocast_enabled(device)
+        settings[f"autocast on {device}"] = torch.get_autocast_dtype(device) if is_on else "off"
     settings["the default dtype"] = torch.get_default_dtype()
     settings["the default device"] = torch.get_default_device()
     return settings
@@ -45,15 +43,15 @@ def ambient() -> dict[str, Any]:
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Turn autocast off inside the context: a program already contains the casts of the caller's autocast."""
-    with contextlib.ExitStack() as off:
+    with contextlib.ExitStack() as contexts:
         for device in _devices():
             if torch.is_autocast_enabled(device):
-                off.enter_context(torch.autocast(device, enabled=False))
+                contexts.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
 def without_function_modes() -> contextlib.AbstractContextManager:
-    """Hide the functions of PyTorch that are called inside from the caller's modes, which would see and slow them."""
+    """Hide calls of PyTorch's functions from the caller's modes, which would see them and slow them down."""
     return torch._C.DisableTorchFunction()
 
 
@@ -62,7 +60,7 @@ def refuse_under_compile(name: str) -> None:
 
     Raises: TypeError under torch.compile.
     """
-    # The first is True where Dynamo traces this frame. If it runs the frame as it is, its callback is still set.
+    # The first is true if Dynamo traces this frame. If it runs the frame without tracing, its callback is still set.
     if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False):
         raise TypeError(
             f"{name}: called under torch.compile. A step makes its own programs, and compiles them with "
@@ -73,7 +71,7 @@ def refuse_under_compile(name: str) -> None:
 
 
 def refuse_inside(name: str, arguments: Any) -> None:
-    """Refuse to run the program `name` inside a transform of PyTorch, which cannot see the operations of a program.
+    """Refuse to run the program `name` inside a transform of PyTorch, which cannot see into a program.
 
     Raises: TypeError inside a transform of torch.func, forward-mode differentiation, or another trace.
     """

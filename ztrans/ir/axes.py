@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_JOINT = "*"  # between the members of a joint axis; alone it is `ops.EVERY_AXIS`, which is not an axis
+_JOINT = (
+    "*"  # between the members of a joint axis; alone it is `ops.EVERY_AXIS`, which is not an axis
+)
 _NEIGHBOURS = "/"  # between an axis and the number of neighbours
 
 
@@ -63,7 +64,7 @@ def neighbour_count(axis: str) -> int | None:
 
 
 def whole_axis(axis: str) -> str:
-    """The axis with all ranks of which `axis` has some neighbours.
+    """The axis whose neighbours `axis` stands for, with all of its ranks.
 
     >>> whole_axis("dp/4"), whole_axis("dp")
     ('dp', 'dp')

@@ -1,4 +1,4 @@
-"""An analysis whose results stay with the program that it analyses."""
+"""A decorator that caches the results of an analysis on the program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ V = TypeVar("V")
 
 
 def cached_on_graph(analysis: Callable[Concatenate[G, P], V]) -> Callable[Concatenate[G, P], V]:
-    """Keep the results of an analysis with the object that it analyses, such as a program.
+    """Cache the results of an analysis on the object that it analyses, such as a program.
 
-    The object must be frozen. A later call with the same arguments returns the same result, which nobody may change.
-    The results are freed with the object.
+    The object must be frozen. A later call with the same arguments returns the same result, so callers must not change
+    it. The results are freed with the object.
 
     >>> from types import SimpleNamespace
     >>> total = cached_on_graph(lambda subject: print("adds") or sum(subject.numbers))

@@ -1,4 +1,4 @@
-"""The values of forward that backward may recompute for nothing: it takes no longer than to read them from memory."""
+"""Choose values of forward that backward recomputes for nothing: it takes no longer than to read them from memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .op_facts import op_facts
 from .recompute import reduced_storages
 from .varying import varying
 
-_DEPTH = 5  # the most equations in a row that are repeated for one value
+_DEPTH = 5  # the longest chain of equations that is repeated for one value
 
 
 def cheap_values(graph: Graph, at_least: int) -> set[Var]:
-    """The values that backward recomputes for nothing, each the owner of its storage."""
+    """The values of `at_least` so many bytes that backward recomputes for nothing, each the owner of its storage."""
     root = liveness(graph).root
-    first_reader: dict[Var, int] = {}  # by storage, the number of the first equation of backward
-    # What is read after backward is there anyway, so to recompute it would free nothing.
+    first_reader: dict[Var, int] = {}  # by storage, the index of the first equation of backward
+    # A value that is needed after backward stays in memory anyway, so recomputing it would free nothing.
     needed_later = {root[v] for v in variables(graph.outputs)} | reduced_storages(graph)
-    for number, e in enumerate(graph.eqns):
+    for index, e in enumerate(graph.eqns):
         for v in e.ins:
             if e.region == "backward":
-                first_reader.setdefault(root[v], number)
+                first_reader.setdefault(root[v], index)
             elif e.region == "update":
                 needed_later.add(root[v])
 
@@ -36,7 +36,7 @@ def cheap_values(graph: Graph, at_least: int) -> set[Var]:
 
 
 class _Choice:
-    """The values to recompute, chosen one after the other; each relies on those before it."""
+    """The values to recompute, chosen one by one; each may be computed from earlier ones."""
 
     def __init__(self, graph: Graph) -> None:
         self.values: set[Var] = set()
@@ -45,9 +45,9 @@ class _Choice:
         self.depends_on_batch = varying(graph, ("batch",))
 
     def with_inputs(self, v: Var, reader: int, depth: int) -> set[Var] | None:
-        """`v`, and what must be recomputed with it for equation number `reader`; None if that is not cheap.
+        """`v` and the values that must be recomputed with it for equation number `reader`, or None if it is not cheap.
 
-        At most `depth` equations in a row are repeated, and only those that depend on the batch.
+        A chain of at most `depth` equations is repeated, and only equations that depend on the batch.
         """
         maker = self.makers[v]
         is_cheap = maker.region == "forward" and _is_cheap(maker)
@@ -64,14 +64,14 @@ class _Choice:
         return values
 
     def _is_there(self, storage: Var, reader: int) -> bool:
-        """Whether equation number `reader` can read a storage anyway."""
+        """Whether equation number `reader` can read a storage without recomputing more."""
         return storage in self.values or self.lifetimes.last[storage] >= reader
 
 
 def _is_cheap(e: Eqn) -> bool:
     """Whether an equation takes no longer than to read its arguments and write its results.
 
-    A view takes no time, but has no storage of its own to free.
+    A view takes no time, but does not count: it has no storage of its own to free.
     """
     facts = op_facts(e.op)
     return (facts.pointwise or facts.cheap) and not (facts.random or facts.view)

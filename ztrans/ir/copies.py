@@ -1,13 +1,12 @@
-"""Copies between the memory of the device and that of its host, as equations.
+"""Copies between the memories of the device and its host, as equations.
 
-    f = to_host(v)            the memory of the device -> that of the host
-    f = to_host(v, over=h)    the same, into the storage of `h`, which nothing reads any more
-    f = to_device(h)          the memory of the host -> that of the device
+    f = to_host(v)            device memory -> host memory
+    f = to_host(v, over=h)    the same, into the storage of `h`, which nothing reads afterwards
+    f = to_device(h)          host memory -> device memory
     x = wait(f)               the copy has ended
 
-A copy runs beside compute, as a collective does: it is started, and waited for. It involves no other rank. Copies in
-one direction queue behind each other, and those in the other direction have a queue of their own. Until the wait, a
-copy reads its source.
+Like a collective, a copy runs in parallel with compute between its start and its wait, but it involves no other rank.
+Copies in the same direction share a queue. A copy reads its source until the wait.
 """
 
 from __future__ import annotations
@@ -21,12 +20,16 @@ from .graph import Eqn, MemoryKind, Primitive, Provenance, Var, value_of_future
 from .layout import local_shape
 from .rules import Memberwise, Sizes, Wait
 
-# Stands in the provenance and in the name of a queue, where collectives have their mesh axis.
+# A copy has this in its provenance and in the name of its queue, where a collective has its mesh axis.
 LINK = "host"
 
 
 class Copy(Memberwise):
-    """Rules of to_host and to_device: the result is a future of the same value in the other memory."""
+    """Rules of to_host and to_device: the result is a future of the same value in the other memory.
+
+    Attributes:
+        source, target: the memories that it copies from and to.
+    """
 
     starts = True
     copies = True
@@ -75,7 +78,7 @@ class ToDevice(Copy):
 
 
 class CopyWait(Wait):
-    """Rules of the wait for a copy. It prints as the wait for a collective, but no other rank takes part."""
+    """Rules of the wait for a copy. It prints like the wait for a collective, but no other rank takes part."""
 
     copies = True
 
@@ -88,7 +91,7 @@ COPY_WAIT = Primitive("wait_for_copy", CopyWait())
 def to_host(
     value: Var, name: str, paths: tuple[str, ...] = (), over: Var | None = None, **eqn: Any
 ) -> Eqn:
-    """Start a copy of `value` to the host, for these leaves of the state; into the storage of `over` if it is given.
+    """Start a copy of `value` to the host, into the storage of `over` or a new one. `paths` are leaves of the state.
 
     >>> import torch
     >>> print(to_host(Var("m", torch.float32, (4,)), "m.host").out)
@@ -99,7 +102,7 @@ def to_host(
 
 
 def to_device(value: Var, name: str, paths: tuple[str, ...] = (), **eqn: Any) -> Eqn:
-    """Start a copy of `value` from the host to the device, for these leaves of the state."""
+    """Start a copy of `value` from the host to the device. `paths` are leaves of the state."""
     return _copy(TO_DEVICE, value, name, paths, {}, eqn)
 
 

@@ -1,4 +1,4 @@
-"""What equations need, and what depends on values; and for any values a group-by, a search, and a sort by needs."""
+"""Dependencies of equations and values, and general functions: group by key, search, and sort by dependencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Values by their key, in order.
+    """The values of each key, in order.
 
     >>> grouped([("a", 1), ("b", 2), ("a", 3)])
     {'a': [1, 3], 'b': [2]}
@@ -28,7 +28,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """`starts` and everything that follows, each once.
+    """`starts` and everything reachable from them by `following`, each once.
 
     >>> list(reachable([12], lambda n: [n // 2, n // 3] if n > 3 else []))
     [12, 4, 1, 2, 6, 3]
@@ -45,21 +45,21 @@ def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Ite
 
 
 def needed(eqns: Iterable[Eqn], makers: Mapping[Var, Eqn]) -> set[Eqn]:
-    """Some equations, and all that they need: `makers` has the equations that compute values."""
+    """The equations and all equations that they need; `makers` has the equation that computes each value."""
     return set(reachable(eqns, lambda e: [makers[v] for v in e.ins if v in makers]))
 
 
 def depending(eqns: Iterable[Eqn], values: Iterable[Var]) -> set[Var]:
-    """Some values, and all that is computed from them; `eqns` are in an order in which they can run."""
-    depends = set(values)
+    """The values and all values computed from them. `eqns` are in an executable order."""
+    dependent = set(values)
     for e in eqns:
-        if not depends.isdisjoint(e.ins):
-            depends.update(e.results)
-    return depends
+        if any(v in dependent for v in e.ins):
+            dependent.update(e.results)
+    return dependent
 
 
 def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T]:
-    """The keys of `needs` sorted by `key`, as far as each can follow all that it needs.
+    """The keys of `needs` sorted by `key`, as far as each can follow everything that it needs.
 
     >>> sorted_by(lambda n: n, {1: [3], 2: [], 3: [4], 4: []})
     [2, 4, 3, 1]

@@ -1,4 +1,4 @@
-"""Print what a pass changed in a program, a summary first, then equation by equation."""
+"""Print the changes of a pass to a program: first a summary, then equation by equation."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .printer import HasGraph, entries
 from .wire_traffic import WireTraffic, wire_traffic
 
 _LONGEST_RUN = 16  # a longer run of added or removed entries folds
-_MOST_PLACES = 24  # the places that print; more of them fold
+_MOST_PLACES = 24  # more places than these fold
 
-# Of difflib: an action, and the ranges of entries in the old and the new program.
-Code = tuple[str, int, int, int, int]
+# An opcode of difflib: an action, and the ranges of entries in the old and the new program.
+Opcode = tuple[str, int, int, int, int]
 
 
 def diff(
     before: Graph | HasGraph, after: Graph | HasGraph, context: int = 1, *, full: bool = False
 ) -> str:
-    """Print what a pass changed: a summary, then each place where the programs differ, as a unified diff.
+    """The changes from one program to another: a summary, then each place where they differ, as a unified diff.
 
     Args:
         before, after: two programs, or two stages of a step.
         context: the number of equal entries to show around each place.
-        full: show all places, and a line for each member of a bucket. Otherwise long changes fold.
+        full: show all places, with a line for each member of a bucket. Otherwise long changes fold.
 
-    Returns: The text; empty for equal programs.
+    Returns: The text, empty for equal programs.
 
     Raises: TypeError if an argument is neither a program nor a stage.
 
@@ -84,12 +84,13 @@ def _graph(stage: Graph | HasGraph) -> Graph:
 
 
 class _Part(NamedTuple):
-    """An entry of a program, with the two forms in which it may print.
+    """An entry of a program, with the two forms that may print.
 
     Attributes:
-        text: the text by which entries are compared.
-        short, long: the lines of the short form, and of the long form, with a line for each member of a bucket.
-        eqn: the equation, if it is one.
+        text: the text to compare.
+        short: the lines of the short form.
+        long: the lines of the long form, with a line for each member of a bucket.
+        eqn: the equation, if the entry is one.
         line: the number of its first line in the printed program.
     """
 
@@ -110,25 +111,25 @@ def _parts(graph: Graph, full: bool) -> list[_Part]:
 
 
 def _ambiguous(parts: list[_Part]) -> set[tuple[str, ...]]:
-    """The short forms that several entries share although they differ."""
-    texts: dict[tuple[str, ...], set[str]] = {}
+    """The short forms that several different entries share."""
+    texts_by_form: dict[tuple[str, ...], set[str]] = {}
     for part in parts:
-        texts.setdefault(part.short, set()).add(part.text)
-    return {short for short, of_form in texts.items() if len(of_form) > 1}
+        texts_by_form.setdefault(part.short, set()).add(part.text)
+    return {short for short, texts in texts_by_form.items() if len(texts) > 1}
 
 
 def _place(
-    codes: Sequence[Code],
+    opcodes: Sequence[Opcode],
     old: list[_Part],
     new: list[_Part],
     ambiguous: set[tuple[str, ...]],
     full: bool,
 ) -> list[str]:
     """One place: its line numbers in the printed programs, then its lines."""
-    _, i, _, j, _ = codes[0]
-    _, _, i_end, _, j_end = codes[-1]
+    _, i, _, j, _ = opcodes[0]
+    _, _, i_end, _, j_end = opcodes[-1]
     lines = [f"@@ -{_range(old, i, i_end)} +{_range(new, j, j_end)} @@"]
-    for action, i, i_end, j, j_end in codes:
+    for action, i, i_end, j, j_end in opcodes:
         if action == "equal":
             for part in old[i:i_end]:
                 lines += [f" {line}" for line in part.short]
@@ -139,27 +140,27 @@ def _place(
 
 
 def _range(parts: list[_Part], first: int, end: int) -> str:
-    """The lines of some entries in the printed program: the number of the first, and how many there are."""
+    """The lines of several entries in the printed program: the number of the first, and their count."""
     return f"{parts[first].line},{sum(len(part.short) for part in parts[first:end])}"
 
 
 def _run(sign: str, parts: list[_Part], ambiguous: set[tuple[str, ...]], full: bool) -> list[str]:
-    """The lines of a run of entries that are removed, or added.
+    """The lines of a run of removed or added entries.
 
-    An entry prints in its long form if the short one would not show how it differs.
+    An entry prints in its long form if the short form would not show its difference.
     """
-    few = parts if full or len(parts) <= _LONGEST_RUN else parts[: _LONGEST_RUN // 2]
+    shown = parts if full or len(parts) <= _LONGEST_RUN else parts[: _LONGEST_RUN // 2]
     lines: list[str] = []
-    for part in few:
+    for part in shown:
         form = part.long if part.short in ambiguous else part.short
         lines += [sign + line for line in form]
-    if len(few) < len(parts):
-        lines.append(f"{sign}  ... {len(parts) - len(few)} more")
+    if len(shown) < len(parts):
+        lines.append(f"{sign}  ... {len(parts) - len(shown)} more")
     return lines
 
 
 def _summary(old_parts: list[_Part], new_parts: list[_Part]) -> list[str]:
-    """How many equations were moved, rewritten, added and removed."""
+    """A line with the numbers of equations that were moved, rewritten, added and removed."""
     old_texts = Counter(part.text for part in old_parts if part.eqn)
     new_texts = Counter(part.text for part in new_parts if part.eqn)
     old = _results(old_parts, new_texts)
@@ -175,7 +176,7 @@ def _summary(old_parts: list[_Part], new_parts: list[_Part]) -> list[str]:
 
 
 def _results(parts: Iterable[_Part], known_texts: Counter[str]) -> Counter[tuple[str, ...]]:
-    """The names of the results of equations whose texts are not known."""
+    """The names of the results of each equation whose text is not among `known_texts`."""
     names: Counter[tuple[str, ...]] = Counter()
     for part in parts:
         if part.eqn is not None and part.text not in known_texts:
@@ -186,7 +187,7 @@ def _results(parts: Iterable[_Part], known_texts: Counter[str]) -> Counter[tuple
 def _traffic_lines(
     old_traffic: dict[tuple[str, str], WireTraffic], new_traffic: dict[tuple[str, str], WireTraffic]
 ) -> list[str]:
-    """A line for the traffic of each mesh axis and role, with an arrow if the two programs differ in it."""
+    """A line for the traffic of each mesh axis and role, with an arrow if it differs."""
     lines = []
     for key in sorted({*old_traffic, *new_traffic}):
         old = old_traffic.get(key, WireTraffic())

@@ -1,6 +1,6 @@
 """Equations of flex_attention and its backward, whose functions run inside a kernel.
 
-A kernel never holds the scores [batch, head, query, key]. Without one, attention is dense, and computes all of them.
+A kernel never holds the scores [batch, head, query, key]. Without a kernel attention is dense: it holds all scores.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import torch
 from .graph import Eqn, Graph, Var, variables
 
 hops = torch.ops.higher_order
-# How many tensors of scores dense attention holds at its peak.
+# The number of tensors of scores that dense attention holds at its peak.
 _SCORES: Mapping[object, int] = {hops.flex_attention: 3, hops.flex_attention_backward: 7}
 
 
 def is_attention(eqn: Eqn) -> bool:
-    """Whether an equation is flex_attention, or its backward."""
+    """Whether an equation is flex_attention or its backward."""
     return eqn.op in _SCORES
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
-    """Whether kernels on a GPU compute attention to queries of this dtype. None do on a CPU."""
+    """Whether GPUs have a kernel of attention for queries of this dtype. CPUs have none."""
     return dtype != torch.float64
 
 
 def is_dense(options: Any) -> bool:
-    """Whether an argument is the options of attention that computes all scores."""
+    """Whether an argument has the options of dense attention."""
     return isinstance(options, Mapping) and options.get("BACKEND") == "DENSE"
 
 
 def with_kernels_chosen(graph: Graph, on_cpus: bool) -> Graph:
-    """Choose a kernel or dense attention for a traced program, and let it bind only the results that are read."""
-    needed = {v for e in graph.eqns for v in e.ins} | set(variables(graph.outputs))
+    """Choose a kernel or dense attention for a traced program. Its equations bind only results that are read."""
+    values_read = {v for e in graph.eqns for v in e.ins} | set(variables(graph.outputs))
     eqns = []
     for e in graph.eqns:
         if is_attention(e):
-            e = e.replace(outs=tuple(out if out in needed else None for out in e.outs))
+            e = e.replace(outs=tuple(out if out in values_read else None for out in e.outs))
             if on_cpus or not has_kernel(e.args[0].dtype):
                 e = e.replace(args=tuple(map(_dense, e.args)))
         eqns.append(e)
@@ -51,9 +51,9 @@ def _dense(argument: Any) -> Any:
 
 
 def score_bytes(eqn: Eqn, shape: Callable[[Var], tuple[int, ...]]) -> int:
-    """The bytes of the scores that an equation holds while it runs; 0 if it is not dense attention.
+    """The bytes of scores that an equation holds while it runs: 0 unless it is dense attention.
 
-    They are computed in fp32, or for queries of f64 in f64.
+    Scores are fp32, or fp64 for queries in fp64.
     """
     if not is_attention(eqn) or not any(map(is_dense, eqn.args)):
         return 0

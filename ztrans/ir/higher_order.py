@@ -1,4 +1,4 @@
-"""Higher-order operators: equations that call functions, which are programs themselves.
+"""Higher-order operators: equations that call functions, each of them a program.
 
     y = cond(p, true_fn, false_fn, [x, w])
       def true_fn(x: f32[4], w: f32[4]):
@@ -30,7 +30,7 @@ class Function:
 
     Attributes:
         graph: the program.
-        returns: the type of what it returns: a tensor, or the tuple or list of its outputs.
+        returns: the type of its return value: a tensor, or the tuple or list of its outputs.
     """
 
     graph: Graph
@@ -45,22 +45,27 @@ class Function:
         return self.returned([substitute(out, env.__getitem__) for out in self.graph.outputs])
 
     def returned(self, outputs: Sequence[Any]) -> Any:
-        """What the function returns, from its outputs."""
+        """The return value of the function for these outputs."""
         return self.returns(outputs) if issubclass(self.returns, (tuple, list)) else outputs[0]
 
 
 def functions(eqn: Eqn) -> list[Function]:
-    """The functions that an equation calls, in the order in which they stand among its arguments."""
+    """The functions that an equation calls, in the order of its arguments."""
     if isinstance(eqn.op, torch._ops.OpOverload):  # most equations
         return []
     return instances((eqn.args, eqn.kwargs), Function)
 
 
 def inner_work(eqn: Eqn, count: Callable[[Graph], int]) -> int | None:
-    """What the functions of an equation take in all, such as bytes, if `count` says what one run of each takes.
+    """The total of a count, such as bytes, over all runs of an equation's functions.
 
-    `cond` runs the longer of its branches. `scan` runs its function once for each row.
-    None if the functions are part of a kernel.
+    `cond` counts as the larger of its branches. `scan` runs its function once for each row.
+
+    Args:
+        eqn: the equation.
+        count: the count of one run of a function, from its program.
+
+    Returns: The total, or None if the equation has no functions or they are part of a kernel.
     """
     counts = [count(function.graph) for function in functions(eqn)]
     if not counts or is_matmul(eqn):

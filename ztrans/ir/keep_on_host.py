@@ -1,10 +1,10 @@
-"""Let values of forward wait for backward in the memory of the host.
+"""Keep values of forward in the memory of the host until backward reads them.
 
     a = attention(q, k, v); y = mm(a, w)        a = attention(q, k, v); h = wait(to_host(a)); y = mm(a, w)
     ...                                   -->   ...
     dw = mm(dy, a)                              a' = wait(to_device(h)); dw = mm(dy, a')
 
-The user chooses the values, by a selective checkpoint, or a plan does.
+The user chooses the values by a selective checkpoint, or a plan does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ def demanded_on_host(graph: Graph) -> set[Var]:
     for e in graph.eqns:
         if e.demand == "host":
             demanded.update(e.results)
-    return demanded & values_for_backward(graph) if demanded else demanded
+    if not demanded:
+        return demanded
+    return demanded & values_for_backward(graph)
 
 
 def values_for_backward(graph: Graph) -> set[Var]:
     """The values of forward that only forward and backward read, each the owner of its storage."""
     root = liveness(graph).root
-    # To move what is needed after backward too would only add copies.
-    stay = needed_after_backward(graph)
+    # Values that are needed after backward stay in memory: to move them would only add copies.
+    needed_later = needed_after_backward(graph)
     read_in_backward: set[Var] = set()
     for e in graph.eqns:
         if e.region == "backward":
@@ -44,51 +46,55 @@ def values_for_backward(graph: Graph) -> set[Var]:
         if not _may_be_moved(e):
             continue
         for v in e.results:
-            # A view moves with the value whose storage it has. A scalar is not worth a copy.
+            # A view moves with the owner of its storage. A scalar is not worth a copy.
             owns_storage = root[v] is v
-            if owns_storage and v.shape and v in read_in_backward and v not in stay:
+            if owns_storage and v.shape and v in read_in_backward and v not in needed_later:
                 values.add(v)
     return values
 
 
 def _may_be_moved(e: Eqn) -> bool:
-    """Whether the results of an equation may be moved: it is forward's, and no collective or copy."""
+    """Whether the results of an equation may be moved: it belongs to forward, and is not a collective or a copy."""
     return e.region == "forward" and e.provenance is None and not rules(e).starts
 
 
 def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
     """Copy the values in `chosen` to the host when they are computed, and back before backward first reads them.
 
-    They are among the `values_for_backward` of the program.
+    Args:
+        graph: the program.
+        chosen: some of its `values_for_backward`.
     """
     new = Rewriter(graph)
     root = liveness(graph).root
     on_host: dict[Var, Var] = {}  # the copies of the chosen values
-    returned: dict[Var, Var] = {}  # what backward reads for a chosen value, or for a view of one
+    on_device: dict[
+        Var, Var
+    ] = {}  # the values that backward reads instead of chosen values and their views
 
-    def on_device(reader: Eqn, v: Var) -> Var:
-        """What backward reads for a value. Its copy back, or the view of one, stands before `reader`."""
+    def value_on_device(reader: Eqn, v: Var) -> Var:
+        """The value that backward reads for a value of forward. A copy back, or a view of it, precedes `reader`."""
         maker = new.makers.get(v)
-        if v in returned or maker is None or maker.region != "forward" or root[v] not in chosen:
-            return returned.get(v, v)
+        if v in on_device or maker is None or maker.region != "forward" or root[v] not in chosen:
+            return on_device.get(v, v)
         if v in chosen:
             name = new.fresh_name(f"{v.name}.device")
             start = to_device(on_host[v], name, region="backward", source=maker.source)
             wait = wait_for_copy(start.out, region="backward", source=maker.source)
             new.insert_before(reader, start, wait)
-            returned[v] = wait.out
+            on_device[v] = wait.out
         else:
-            # A view of the copy that came back takes no memory; the old one would keep the storage that was given up.
-            again = maker.with_inputs(partial(on_device, reader), region="backward")
+            # Repeat a view on the copy, which takes no memory. The old view would keep the old storage.
+            view = maker.with_inputs(partial(value_on_device, reader), region="backward")
             for x in maker.results:
-                returned[x] = new.fresh(x, ".device")
-            outs = tuple(x and returned[x] for x in maker.outs)
-            new.insert_before(reader, again.replace(outs=outs))
-        return returned[v]
+                on_device[x] = new.fresh(x, ".device")
+            outs = tuple(None if x is None else on_device[x] for x in maker.outs)
+            new.insert_before(reader, view.replace(outs=outs))
+        return on_device[v]
 
     for e in graph.eqns:
         if e.region == "backward":
-            new.replace(e, e.with_inputs(partial(on_device, e)))
+            new.replace(e, e.with_inputs(partial(value_on_device, e)))
         for v in e.results:
             if v in chosen:
                 name = new.fresh_name(f"{v.name}.host")

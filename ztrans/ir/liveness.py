@@ -1,8 +1,8 @@
-"""Which values share storage, and how long each storage is needed.
+"""Find the values that share storage, and the last equation that needs each storage.
 
-A view shares the storage of its argument. The value of a future may share the buffer in which it was received. If a
-collective sends a member from the member's own storage, that storage is needed until the wait. The storage of outputs,
-and so of the new state, is needed to the end. So is the source of a copy that goes on after the step.
+A view shares the storage of its argument. The value of a future may share its receive buffer. If a collective sends a
+member from the member's own storage, that storage is needed until the wait. The storage of outputs, and so of the new
+state, is needed to the end. So is the source of a copy that continues after the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from .pairing import pair
 
 @dataclass(frozen=True)
 class Liveness:
-    """`root[v]` owns the storage of `v`; `last[root]` is the index of the last equation that needs it."""
+    """The owners and lifetimes of storages.
+
+    Attributes:
+        root: for each value, the value that owns its storage.
+        last: for each owner, the index of the last equation that needs the storage.
+    """
 
     root: dict[Var, Var]
     last: dict[Var, int]
@@ -26,7 +31,7 @@ class Liveness:
 
 @cached_on_graph
 def liveness(graph: Graph) -> Liveness:
-    """Storage and lifetimes of every value of a program."""
+    """The storage and the lifetime of every value of a program."""
     waits = pair(graph, include_copies=True).waits
     root: dict[Var, Var] = {v: v for v in graph.inputs}
     last: dict[Var, int] = {}
@@ -34,7 +39,7 @@ def liveness(graph: Graph) -> Liveness:
         needed = [*e.ins, *e.results]
         shares = rules(e).shares_storage(e)
         if e in waits:
-            # What a wait binds depends on its start: on how that receives the member, and from where it sends it.
+            # The start decides where a member is received, and from where it is sent.
             start = waits[e].start
             member = waits[e].member
             shares = rules(start).stays_in_buffer(start, member)
@@ -51,7 +56,7 @@ def liveness(graph: Graph) -> Liveness:
 
 
 def read_after_step(graph: Graph) -> Iterator[Var]:
-    """The sources of the copies to the host that go on after the step."""
+    """The sources of the copies to the host that continue after the step."""
     if not graph.carried_futures:
         return
     for e in graph.eqns:

@@ -1,4 +1,4 @@
-"""Neighbours keep a gathered value in parts: ranks that follow each other on an axis, such as those of one host.
+"""Keep a gathered value in parts on neighbours, which are consecutive ranks of an axis, such as the ranks of a host.
 
     w.full = wait(all_gather(w, axis=dp))            w.full = wait(all_gather(w, axis=dp))
     y = f(w.full)                                    w.full_1.cut = shard(w.full, 0, axis=dp/8)
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def gathered_value(start: Eqn) -> Hashable:
-    """What a gather of one member brings. Two gathers with equal results bring the same value."""
+    """A key of the value that a gather of one member brings: gathers with equal keys bring the same value."""
     return start.ins[0], start.out.dtype, bucket_key(start)
 
 
@@ -38,26 +38,26 @@ def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn
 
     Args:
         first_wait: the wait for the value.
-        second_gather: the gather that brings the value again. It gives the part its name.
+        second_gather: the gather that brings the value again. The part is named after it.
         count: the number of neighbours.
     """
     value = first_wait.out
     axis = second_gather.kwargs["axis"]
     split = Split(neighbours(axis, count), split_over(second_gather.ins[0], axis).dim)
     name = second_gather.out.base_name
-    origin = (first_wait.region, first_wait.source)
+    region_and_source = (first_wait.region, first_wait.source)
     layout = (*value.layout, split)
     cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, *origin)
+    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, *region_and_source)
     contiguous = {"memory_format": torch.contiguous_format}
-    # A copy, because a view would keep the whole value alive.
-    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, *origin)
+    # A view would keep the whole value alive.
+    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, *region_and_source)
     return shard, clone
 
 
 def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:
-    """The gather among neighbours that brings the same value as `second_gather`, from the part of each."""
+    """The gather among neighbours that brings the value of `second_gather` from their parts."""
     (split,) = set(part.layout) - set(second_gather.out.layout)
     provenance = second_gather.provenance
     if provenance is not None:
@@ -67,10 +67,10 @@ def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:
 
 
 def among_neighbours(graph: Graph) -> Graph:
-    """Let neighbours keep the values whose second gather asks for that (see `Provenance`), and gather these again.
+    """Let neighbours keep parts of the values whose second gather asks for it (see `Provenance`), and gather them.
 
-    Where the neighbours would be all ranks of the axis, or no gather has brought the value before, the second gather
-    stays as it is.
+    A second gather does not change if its neighbours would be all ranks of the axis, or if no earlier gather brought
+    the value.
     """
     first_waits: dict[Hashable, Eqn] = {}  # for each value
     parts: dict[Hashable, Var] = {}
@@ -97,7 +97,7 @@ def among_neighbours(graph: Graph) -> Graph:
 
 
 def with_neighbours_as_axes(graph: Graph) -> Graph:
-    """The program with all neighbours among which it gathers as axes."""
+    """The program with an axis in `joint` for all neighbours of its gathers."""
     new_axes: dict[str, None] = {}
     for e in graph.eqns:
         if not rules(e).moves:

@@ -1,4 +1,4 @@
-"""The objects and tensors in nested lists, tuples and dicts, such as the arguments of an operation."""
+"""Find objects in nested lists, tuples and dicts, such as the arguments of an operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 V = TypeVar("V")
-# The types of most constants among the arguments of operations. They contain nothing.
+# The types of most constants among the arguments of operations. Their values contain no others.
 ATOMS = frozenset(
     {int, float, complex, bool, str, type(None)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -23,15 +23,15 @@ def instances(tree: Any, kind: type[V]) -> list[V]:
     """
     if isinstance(tree, kind):
         return [tree]
-    found: list[V] = []
+    objects: list[V] = []
     if isinstance(tree, (list, tuple, Mapping)):
         items = tree.values() if isinstance(tree, Mapping) else tree
         for item in items:
             if isinstance(item, kind):
-                found.append(item)
-            elif type(item) not in ATOMS:  # most items need no call of their own
-                found += instances(item, kind)
-    return found
+                objects.append(item)
+            elif type(item) not in ATOMS:  # this saves a call for most items
+                objects += instances(item, kind)
+    return objects
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -24,7 +24,9 @@ from .op_facts import op_facts
 from .triton_launch import Launch
 
 aten = torch.ops.aten
-_FROM = getattr(aten.random, "from")  # `from` is a keyword of Python, so generated code cannot name it
+_FROM = getattr(
+    aten.random, "from"
+)  # `from` is a keyword of Python, so generated code cannot name it
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Collectives accept only contiguous arguments in torch 2.11.
 _NEED_CONTIGUOUS = TorchVersion(torch.__version__) < "2.13"

@@ -1,10 +1,10 @@
-"""Let backward recompute values of forward, so that these need not be kept until then.
+"""Let backward recompute values of forward, so that they need not stay in memory until then.
 
     a = gelu(h); y = mm(a, w)               a = gelu(h); y = mm(a, w)
     ...                              -->    ...
     dw = mm(dy, a)                          a' = gelu(h); dw = mm(dy, a')
 
-A transform chooses the values (see `transforms.remat`), or the user does, by a selective checkpoint.
+A transform chooses the values (see `transforms.remat`), or the user does by a selective checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .op_facts import is_random
 from .rewriter import Rewriter
 from .varying import varying
 
-# The tag of operations that may have other bits in every run. torch 2.11 does not have it.
+# The tag of operations whose bits may differ from run to run. torch 2.11 does not have it.
 _NONDETERMINISTIC = getattr(torch.Tag, "nondeterministic_bitwise", None)
 
 
@@ -32,8 +32,8 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
     Args:
         graph: the program.
-        chosen: values of forward, each the owner of its storage. Their views are recomputed with them. If a chosen
-            value is computed from another one, its copy is computed from the copy of the other.
+        chosen: values of forward, each the owner of its storage. Their views are recomputed with them. The copy of a
+            chosen value is computed from copies of the other chosen values that it depends on.
     """
     if not chosen:
         return graph
@@ -42,28 +42,28 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
     position = {e: i for i, e in enumerate(graph.eqns)}
     copies: dict[Var, Var] = {}
 
-    def missing(values: Iterable[Var]) -> list[Eqn]:
-        """The equations of forward that must run again for the values that have no copies yet."""
-        equations = []
+    def missing_makers(values: Iterable[Var]) -> list[Eqn]:
+        """The equations of forward that must run again for those values that have no copies yet."""
+        eqns = []
         for v in values:
-            # The owner of a storage is chosen, and its views are computed again with it.
+            # `chosen` has the owner of each storage; its views are computed again with it.
             if root[v] in chosen and v not in copies and new.makers[v].region == "forward":
-                equations.append(new.makers[v])
-        return equations
+                eqns.append(new.makers[v])
+        return eqns
 
     def copy_for(reader: Eqn, v: Var) -> Var:
-        """What backward reads for a value of forward. The equations that compute it again stand before `reader`."""
-        repeated = reachable(missing([v]), lambda e: missing(e.ins))
-        for e in sorted(repeated, key=position.__getitem__):
+        """The value that backward reads for a value of forward. Equations that recompute it precede `reader`."""
+        eqns = reachable(missing_makers([v]), lambda e: missing_makers(e.ins))
+        for e in sorted(eqns, key=lambda e: position[e]):
             for out in e.results:
                 if root[out] in chosen:
                     copies[out] = new.fresh(out, ".again")
-            # Of the results of one equation, those that nobody chose are left out.
-            outs = tuple(out and copies.get(out) for out in e.outs)
-            again = e.with_inputs(
+            # An equation with several results recomputes only the chosen ones.
+            outs = tuple(None if out is None else copies.get(out) for out in e.outs)
+            repeat = e.with_inputs(
                 lambda v: copies.get(v, v), outs=outs, region="backward", repeats=e
             )
-            new.insert_before(reader, again)
+            new.insert_before(reader, repeat)
         return copies.get(v, v)
 
     for e in graph.eqns:
@@ -73,7 +73,7 @@ def recompute(graph: Graph, chosen: Set[Var]) -> Graph:
 
 
 def originals(graph: Graph) -> dict[Var, Var]:
-    """The values that backward recomputes, each with the value of forward of which it is a copy."""
+    """The values that backward recomputes, each with the original of forward."""
     original_of: dict[Var, Var] = {}
     for e in graph.eqns:
         if e.repeats is None:
@@ -85,16 +85,16 @@ def originals(graph: Graph) -> dict[Var, Var]:
 
 
 def without_repeats(graph: Graph) -> Graph:
-    """The program in which backward reads all values of forward themselves: the inverse of `recompute`."""
-    computed_once = tuple(e for e in graph.eqns if e.repeats is None)
-    return rename(graph.replace(eqns=computed_once), originals(graph))
+    """The program whose backward reads the originals of all values of forward: the inverse of `recompute`."""
+    eqns = tuple(e for e in graph.eqns if e.repeats is None)
+    return rename(graph.replace(eqns=eqns), originals(graph))
 
 
 def can_repeat(e: Eqn) -> bool:
     """Whether an equation of forward may run again in backward with the same bits.
 
-    A draw would draw other numbers, and a collective of the step would be sent twice. Some operations may have other
-    bits in every run, such as sums of atomic additions; PyTorch marks them.
+    A draw would draw other numbers, and a collective of the step would be sent twice. The bits of some operations, such
+    as sums of atomic additions, differ from run to run; PyTorch tags them.
     """
     if e.region != "forward" or is_random(e) or rules(e).remote:
         return False
@@ -102,7 +102,7 @@ def can_repeat(e: Eqn) -> bool:
 
 
 def needed_after_backward(graph: Graph) -> set[Var]:
-    """The storages that a step returns or its update reads. They live on in any case."""
+    """The storages that the step returns or its update reads. They stay in memory in any case."""
     root = liveness(graph).root
     needed = {root[v] for v in variables(graph.outputs)}
     for e in graph.eqns:
@@ -112,7 +112,7 @@ def needed_after_backward(graph: Graph) -> set[Var]:
 
 
 def reduced_storages(graph: Graph) -> set[Var]:
-    """The storages that means and sums over ranks read. Until the program is sharded, their results are views."""
+    """The storages that means and sums over ranks read. Their results are views until the program is sharded."""
     root = liveness(graph).root
     return {root[v] for v in reduced_values(graph)}
 
@@ -120,8 +120,8 @@ def reduced_storages(graph: Graph) -> set[Var]:
 def repeatable(graph: Graph) -> dict[Var, Eqn]:
     """The values that backward may recompute, each the owner of its storage, with the equations that compute them.
 
-    Values that depend on the state alone are left out: parameters and their casts are there in backward anyway, or are
-    gathered for it.
+    Values that depend on the state alone are left out: parameters and their casts are in memory during backward anyway,
+    or are gathered for it.
     """
     root = liveness(graph).root
     over_batch = varying(graph, ("batch",))
@@ -137,14 +137,14 @@ def repeatable(graph: Graph) -> dict[Var, Eqn]:
 
 
 def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[Var]) -> Graph:
-    """Recompute the values that checkpoints drop, matrix products included.
+    """Recompute the values that checkpoints drop, including matrix products.
 
-    Random draws are kept. So is a value that the update reads or the step returns, and one that is read outside of its
-    checkpoint, because the next checkpoint begins with it.
+    Random draws are kept. So are values that the update reads, that the step returns, or that are read outside their
+    checkpoint: the next checkpoint begins with them.
 
     Args:
         graph: the program.
-        checkpoint: for each value, the number of the checkpoint that computes it, or None.
+        checkpoint: the number of the checkpoint that computes each value, or None.
         drops: the values that the checkpoints do not store.
     """
     root = liveness(graph).root
@@ -164,9 +164,9 @@ def checkpointed(graph: Graph, checkpoint: Mapping[Var, int | None], drops: Set[
 def _read_elsewhere(
     e: Eqn, root: Mapping[Var, Var], checkpoint: Mapping[Var, int | None]
 ) -> list[Var]:
-    """The storages that an equation of forward reads outside of the checkpoint that computes them."""
+    """The storages that an equation of forward reads from another checkpoint than its own."""
     if e.region != "forward":
         return []
     storages = [root[v] for v in e.ins]
-    number = checkpoint.get(e.out) if e.results else None
-    return [v for v in storages if checkpoint.get(v) != number]
+    own_checkpoint = checkpoint.get(e.out) if e.results else None
+    return [v for v in storages if checkpoint.get(v) != own_checkpoint]

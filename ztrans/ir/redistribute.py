@@ -1,4 +1,4 @@
-"""The equations that change the layout of a value over one mesh axis.
+"""Change the layout of a value over one mesh axis, by equations.
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
@@ -27,9 +27,12 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What the new equations have in common: their region, the user's line, a source of names, and a provenance.
+    """The common properties of the new equations. The layout changes over the axis of the provenance.
 
-    The layout changes over the axis of the provenance.
+    Attributes:
+        region, source: the region and the user's line of all of them.
+        fresh: makes a new name from a name.
+        provenance: the provenance of the collectives among them.
     """
 
     region: Region
@@ -45,13 +48,13 @@ class Site:
         return Eqn(op, args, (out,), kwargs, self.region, self.source)
 
     def start_and_wait(self, start: Eqn) -> list[Eqn]:
-        """The start of a collective here, and the wait for it."""
+        """The start of a collective at this site, and the wait for it."""
         start = start.replace(region=self.region, source=self.source, provenance=self.provenance)
         return [start, wait(start.out, region=self.region, source=self.source)]
 
 
 def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """The equations that lay `v` out as `to`, and their result, which is called `name`."""
+    """The equations that change the placement of `v` to `to`, and their result, with the name `name`."""
     placement = on_axis(v.layout, site.axis)
     if placement == to:
         return [], v
@@ -64,10 +67,10 @@ def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn
         return reduced(v, placement.op, split, site, name)
 
     if isinstance(placement, Split):
-        # A value that is split along another dim is whole in between.
-        eqns = _gathered(v, site, name)
-        more, out = redistribute(eqns[-1].out, to, site, name)
-        return [*eqns, *more], out
+        # To split along another dim, first gather the whole value.
+        gather = _gathered(v, site, name)
+        eqns, out = redistribute(gather[-1].out, to, site, name)
+        return [*gather, *eqns], out
 
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
@@ -76,7 +79,7 @@ def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn
 
 
 def _gathered(v: Var, site: Site, name: str) -> list[Eqn]:
-    """The equations that gather `v`; if it has no elements, nothing moves."""
+    """The equations that gather `v`. If it has no elements, nothing is sent."""
     if v.numel:
         return site.start_and_wait(all_gather([v], [site.fresh(name)], site.axis))
     out = Var(site.fresh(name), v.dtype, v.shape, without(v.layout, site.axis))
@@ -92,7 +95,7 @@ def reduced(
     dtype: torch.dtype | None = None,
     result: torch.dtype | None = None,
 ) -> tuple[list[Eqn], Var]:
-    """The equations that reduce `v`, of which each rank of the axis has a term, to a whole value or to shards."""
+    """The equations that reduce the terms of `v` on the ranks of the axis, to a whole value or to shards."""
     if to is not None and to.dim >= len(v.shape):
         to = None  # a scalar has no dim to split
     start = reduce([v], [site.fresh(name)], site.axis, op, to, dtype, result)
@@ -101,7 +104,7 @@ def reduced(
 
 
 def _norm(v: Var, p: float, to: Split | None, site: Site, name: str) -> tuple[list[Eqn], Var]:
-    """Combine the p-norms of parts: the p-th root of the sum of their p-th powers, or their max or min if p = inf."""
+    """Combine the p-norms of parts: the p-th root of the sum of p-th powers, or the max or min for an infinite p."""
     if math.isinf(p):
         return reduced(v, "max" if p > 0 else "min", to, site, name)
 

@@ -1,11 +1,11 @@
-"""The dtypes and shapes of the results of PyTorch's operations, as they follow from the arguments.
+"""Check the dtypes and shapes of results of PyTorch's operations against those that the arguments give.
 
 An operation runs on meta tensors, which have no elements, with the global shapes of the program. Some operations return
 other types on meta than on the device of a trace: batch norm, for instance, returns statistics of another shape. So if
-the types differ from the program's, the operation also runs on fake CPU tensors.
+the types differ from the program, the operation also runs on fake CPU tensors.
 
-Some operations cannot run so and are not checked: those whose shapes depend on values, the user's own without a fake
-implementation, and higher-order operators.
+Not checked are operations that cannot run in this way: higher-order operators, operations whose shapes depend on
+values, and the user's own operations without a fake implementation.
 
 Private torch APIs live here; checked on torch 2.13.
 """
@@ -24,8 +24,8 @@ from .graph import DTYPES, Eqn, Split, Var
 from .op_facts import op_facts
 from .operations import stride_safe
 
-# The number of calls whose results are cached. A step has a few hundred different ones, however many layers it has.
-_REMEMBERED = 4096
+# The number of calls with cached results. A step has a few hundred different calls, whatever its number of layers.
+_CACHED_CALLS = 4096
 _DEVICES = ("meta", "cpu")
 
 
@@ -40,15 +40,15 @@ class _Tensor(NamedTuple):
 
 
 class _Literal(NamedTuple):
-    """A literal, with its type, because 1 == 1.0 == True."""
+    """A literal with its type, because 1 == 1.0 == True."""
 
     type: type
     value: Any
 
 
 def result_problem(eqn: Eqn) -> str | None:
-    """How the results of an operation differ from what its arguments give, in type or in cuts, or None."""
-    # An equation is frozen, and passes through several rewrites unchanged: its answer is stored with it.
+    """How the results of an operation differ from the types or splits that the arguments give, or None."""
+    # An equation is frozen and passes through several rewrites unchanged, so the answer is stored with it.
     attributes = eqn.__dict__
     if "_result_problem" not in attributes:
         attributes["_result_problem"] = type_problem(eqn) or placement_problem(eqn)
@@ -56,7 +56,7 @@ def result_problem(eqn: Eqn) -> str | None:
 
 
 def type_problem(eqn: Eqn) -> str | None:
-    """How the types of results differ from those that the arguments give, or None.
+    """How the types of results differ from the types that the arguments give, or None.
 
     >>> x = Var("x", torch.float32, (4, 4))
     >>> type_problem(Eqn(torch.ops.aten.mm.default, (x, x), (Var("y", torch.int64, (7,)),)))
@@ -81,9 +81,9 @@ def type_problem(eqn: Eqn) -> str | None:
 
 
 def placement_problem(eqn: Eqn) -> str | None:
-    """How the operands and results of an elementwise operation are split differently, or None.
+    """How an operand and a result of an elementwise operation differ in their splits, or None.
 
-    Along dims of equal length they must be split alike. Other operations are not checked.
+    Along dims of equal length they must have equal splits. Other operations are not checked.
 
     >>> x, y = (Var(name, torch.float32, (4,), layout) for name, layout in (("x", (Split("dp"),)), ("y", ())))
     >>> placement_problem(Eqn(torch.ops.aten.add.Tensor, (x, x), (y,)))
@@ -101,7 +101,10 @@ def placement_problem(eqn: Eqn) -> str | None:
 
 
 def _cuts(v: Var, other_shape: tuple[int, ...]) -> set[tuple[str, int]]:
-    """The axis and dim of each split of a value along a dim that has its length in another shape, from the last dim."""
+    """The axis and dim of each split along a dim that has the same length in another shape.
+
+    Dims count from the last one, as in broadcasting.
+    """
     cuts = set()
     for placement in v.layout:
         if isinstance(placement, Split):
@@ -126,14 +129,14 @@ def _difference(eqn: Eqn, expected: tuple[_Tensor | None, ...]) -> str | None:
 
 
 def _has_default_dtype(eqn: Eqn) -> bool:
-    """Whether float results have the default dtype of the trace, because no argument determines another one."""
+    """Whether float results have the default dtype of the trace, because no argument determines their dtype."""
     if eqn.kwargs.get("dtype") is not None:
         return False
     return not any(v.dtype.is_floating_point or v.dtype.is_complex for v in eqn.ins)
 
 
 def _as_key(x: Any) -> Any:
-    """A hashable description of an argument, from which `_argument` makes one like it."""
+    """A hashable description of an argument, from which `_argument` makes a similar one."""
     if isinstance(x, (Var, torch.Tensor)):
         return _Tensor(x.dtype, tuple(x.shape))
     if isinstance(x, (list, tuple)):
@@ -144,21 +147,21 @@ def _as_key(x: Any) -> Any:
 
 
 def _argument(x: Any, device: str) -> Any:
-    """An argument on a device, from its description."""
+    """An argument on a device, made from its description."""
     if isinstance(x, _Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     if isinstance(x, _Literal):
         return torch.device(device) if x.type is torch.device else x.value
-    return [_argument(each, device) for each in x]
+    return [_argument(item, device) for item in x]
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@functools.lru_cache(maxsize=_CACHED_CALLS)
 def _results(
     device: str, op: torch._ops.OpOverload, args: Any, kwargs: Any
 ) -> tuple[_Tensor | None, ...] | None:
-    """The types of the results of a call; None if it cannot run on that device."""
+    """The types of the results of a call, or None if the call cannot run on that device."""
     try:
-        # Tensors on meta need no fake mode, which makes a call four times as long.
+        # Tensors on meta need no fake mode, with which a call takes four times as long.
         mode = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
         with torch.no_grad(), mode:
             keywords = {name: _argument(value, device) for name, value in kwargs}
@@ -166,8 +169,8 @@ def _results(
     except Exception:
         return None
     results: list[_Tensor | None] = []
-    for each in returned if isinstance(returned, (tuple, list)) else (returned,):
-        for x in each if isinstance(each, list) else (each,):
+    for item in returned if isinstance(returned, (tuple, list)) else (returned,):
+        for x in item if isinstance(item, list) else (item,):
             is_tensor = isinstance(x, torch.Tensor)
             results.append(_Tensor(x.dtype, tuple(x.shape)) if is_tensor else None)
     return tuple(results)

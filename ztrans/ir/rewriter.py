@@ -1,4 +1,4 @@
-"""Rewrite a program: insert, replace and drop equations, let others read other values, and reorder them."""
+"""Rewrite a program: insert, replace, drop and reorder equations, and let them read other values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .graph import Eqn, Graph, Names, Var, producers, rename
 
 
 class Rewriter:
-    """Edits of a program, which `applied` makes at once, in one pass.
+    """A list of edits of a program, which `applied` makes in one pass.
 
-    All edits name equations and values of the program as it was.
+    All edits refer to equations and values of the original program.
 
     >>> import torch
     >>> from ztrans import ir
@@ -27,7 +27,7 @@ class Rewriter:
     ['x.neg: f32[2] = neg(x)', 'y: f32[2] = relu(x.neg)']
 
     Attributes:
-        graph: the program as it was.
+        graph: the original program.
         makers: the equation that binds each of its values.
     """
 
@@ -42,15 +42,15 @@ class Rewriter:
         self._aliases: dict[Var, Any] = {}
 
     def fresh_name(self, name: str) -> str:
-        """This name, or if the program has it already, the name and a number."""
+        """A name that the program does not have: `name`, with a number if necessary."""
         return self._names.fresh(name)
 
     def fresh(self, v: Var, suffix: str = "", **changes: Any) -> Var:
-        """A new value like `v`, with other fields. Its name is that of `v` with a suffix."""
+        """A new value like `v`, named after `v` with a suffix, and with other changes."""
         return dataclasses.replace(v, name=self.fresh_name(f"{v.name}{suffix}"), **changes)
 
     def insert_before(self, eqn: Eqn | None, *new: Eqn) -> None:
-        """Insert equations before another one, or at the end of the program for None."""
+        """Insert equations before another one. With None they are inserted at the end of the program."""
         self._before.setdefault(eqn, []).extend(new)
 
     def insert_after(self, eqn: Eqn, *new: Eqn) -> None:
@@ -58,11 +58,11 @@ class Rewriter:
         self._after.setdefault(eqn, []).extend(new)
 
     def replace(self, eqn: Eqn, *new: Eqn) -> None:
-        """Write other equations in place of one."""
+        """Replace an equation by others."""
         self._replacements[eqn] = new
 
     def drop(self, eqn: Eqn) -> None:
-        """Leave an equation out."""
+        """Remove an equation."""
         self._replacements[eqn] = ()
 
     def replace_reads(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
@@ -71,30 +71,31 @@ class Rewriter:
             self._new_reads.setdefault(eqn, {})[old] = new
 
     def alias(self, old: Var, new: Any) -> None:
-        """Let the whole program, inserted equations and outputs too, read `new` instead of `old`."""
+        """Let the whole program read `new` instead of `old`, including inserted equations and outputs."""
         self._aliases[old] = new
 
     def applied(self) -> Graph:
-        """The program with the edits. Its inputs stay."""
+        """The program with all edits, and with its old inputs."""
         eqns: list[Eqn] = []
         for e in self.graph.eqns:
             eqns += self._before.get(e, ())
-            for written in self._replacements.get(e, (e,)):
-                eqns.append(self._with_new_reads(written, e))
+            for replacement in self._replacements.get(e, (e,)):
+                eqns.append(self._with_new_reads(replacement, e))
             eqns += self._after.get(e, ())
         eqns += self._before.get(None, ())
         graph = self.graph.replace(eqns=tuple(eqns))
         return rename(graph, self._aliases) if self._aliases else graph
 
-    def _with_new_reads(self, written: Eqn, e: Eqn) -> Eqn:
+    def _with_new_reads(self, replacement: Eqn, e: Eqn) -> Eqn:
+        """The equation that stands where `e` was, with the new reads of `e`."""
         new_reads = self._new_reads.get(e)
         if new_reads is None:
-            return written
-        return written.with_inputs(lambda v: new_reads.get(v, v))
+            return replacement
+        return replacement.with_inputs(lambda v: new_reads.get(v, v))
 
 
 def prerequisites(graph: Graph) -> dict[Eqn, list[Eqn]]:
-    """For each equation, those that compute what it reads."""
+    """For each equation, the equations that compute its arguments."""
     makers = producers(graph.eqns)
     return {e: [makers[v] for v in e.ins if v in makers] for e in graph.eqns}
 
@@ -102,11 +103,12 @@ def prerequisites(graph: Graph) -> dict[Eqn, list[Eqn]]:
 def reordered(
     graph: Graph, key: Callable[[Eqn], Any], needs: Mapping[Eqn, Sequence[Eqn]] | None = None
 ) -> Graph:
-    """The program with its equations sorted by `key`, as far as each can follow those that it needs.
+    """The program with its equations sorted by `key`, as far as each can follow the equations that it needs.
 
     Args:
-        key: what to sort by. Equations with equal keys keep their order.
-        needs: for each equation, those that must run before it; by default, those that compute what it reads.
+        graph: the program.
+        key: the sort key. Equations with equal keys keep their order.
+        needs: for each equation, the equations that must run before it; by default its `prerequisites`.
 
     >>> import torch
     >>> x, y, z = (Var(name, torch.float32, (2,)) for name in "xyz")

@@ -1,9 +1,9 @@
-"""Find the user's line that an operation comes from, and print it.
+"""Find the user's line for an operation, and print it.
 
-The user's frame is the innermost one on the stack whose code the user wrote. Code of torch, the standard library,
-ztrans or an installed package is not the user's, and neither is generated code. Code that was typed at a prompt, run in
-a cell, or passed to `exec` has no file. Python gives it a name in angle brackets, as it does to generated code;
-`is_user_frame` distinguishes the two.
+The user's frame is the innermost frame on the stack whose code the user wrote. Code of torch, the standard library,
+ztrans or an installed package is not the user's, nor is generated code. Code that was typed at a prompt, run in a cell,
+or passed to `exec` has no file. Its file name is in angle brackets, like that of generated code; `is_user_frame`
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Source:
 
     @staticmethod
     def of(function: Callable) -> Source | None:
-        """The line on which the definition of a function begins; None for a function that Python did not compile."""
+        """The line where the definition of a function begins, or None if Python did not compile the function."""
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None:
             return None
@@ -61,12 +61,12 @@ class Source:
 
     @property
     def where(self) -> str:
-        """The line as an error message gives it, with the whole path."""
+        """The line as text for an error message, with the whole path."""
         return f"{_cell(self.file) or self.file}:{self.line} in {self.function}"
 
 
 def where(source: Source | None, otherwise: str = "an unknown line") -> str:
-    """A line as an error message gives it, or `otherwise` if the line is unknown."""
+    """A line as text for an error message, or `otherwise` if the line is unknown."""
     return source.where if source else otherwise
 
 
@@ -89,9 +89,9 @@ def is_ztrans(file: str) -> bool:
 
 
 def is_user_code(owner: Any) -> bool:
-    """Whether a class, or a Python module, is the user's."""
+    """Whether a class or a Python module is the user's."""
     if isinstance(owner, ModuleType):
-        # Namespaces of operators, such as torch.ops.aten, are of a subclass.
+        # Namespaces of operators, such as torch.ops.aten, have a subclass as their type.
         is_plain = type(owner) is ModuleType
         return is_plain and not is_library(getattr(owner, "__file__", None) or sys.executable)
     if owner.__module__ == "__main__":
@@ -103,7 +103,7 @@ def is_user_code(owner: Any) -> bool:
 def is_plumbing(frame: FrameType) -> bool:
     """Whether a frame runs code of torch, the standard library or ztrans, or generated code.
 
-    Such code only leads to the code of the user, or of other installed packages, such as a library of models.
+    Other code belongs to the user or to another installed package, such as a library of models.
     """
     if is_user_frame(frame):
         return False
@@ -126,7 +126,7 @@ def is_user_frame(frame: FrameType) -> bool:
 def user_source() -> Source | None:
     """The innermost line of the user's code on the stack, or None.
 
-    While a step is traced, that is a line of the step, and not the line that started the trace.
+    While a step is traced, only lines of the step count, not the line that started the trace.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -141,9 +141,9 @@ def user_source() -> Source | None:
 
 
 def library_line() -> str:
-    """The line of an installed package, such as a library of models, that the user's line leads to, with its text.
+    """The line of an installed package, such as a library of models, that calls PyTorch, with its text.
 
-    It is empty if the user's own code calls PyTorch.
+    It is empty if the user's own code makes the call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_plumbing(frame):
@@ -157,12 +157,11 @@ def library_line() -> str:
 
 
 def _is_executed(frame: FrameType) -> bool:
-    """Whether code named `<string>` was passed to `exec` by the user.
+    """Whether the user passed this code, named `<string>`, to `exec`.
 
-    It was not if `dataclasses`, `namedtuple` or make_fx generated it, or if a library runs it with its own global
-    variables.
+    If not, `dataclasses`, `namedtuple` or make_fx generated it, or a library runs it with its own global variables.
     """
-    # make_fx evaluates a lambda that calls the function `fn`, and gives it no other global variable.
+    # make_fx evaluates a lambda that calls the function `fn`, its only global variable.
     is_lambda = frame.f_code.co_name == "<lambda>"
     is_wrapper = is_lambda and frame.f_globals.keys() == {"fn", "__builtins__"}
     is_dataclass = frame.f_code.co_qualname.startswith("__create_fn__")
@@ -172,7 +171,7 @@ def _is_executed(frame: FrameType) -> bool:
 
 
 def _cell(file: str) -> str:
-    """The notebook cell that a file of code stands for, as `In[5]`; empty for any other file.
+    """The notebook cell of a file of code, such as `In[5]`; empty for any other file.
 
     A notebook names each cell after a temporary file; only the running shell of IPython knows the number of the cell.
     """

@@ -1,9 +1,9 @@
-"""What an equation computes, as a value that can be compared and hashed.
+"""The structure of an equation: what it computes, as a value that can be compared and hashed.
 
-Two equations with equal structures, which read equal values, have equal results, bit for bit: `mul(x, 2)` and
-`mul(y, 2)` are equal if `of_var` describes x and y by one value. The names of results, the user's line and the region
-do not count. Numbers are told apart by type and by bits, because `1 == 1.0 == True` and `0.0 == -0.0` in Python, but
-not in a tensor. Constant tensors are told apart by all of their elements. Random draws of equal structure still differ.
+Two equations with equal structures that read equal values have equal results, bit for bit: `mul(x, 2)` and `mul(y, 2)`
+are equal if `of_var` returns equal values for x and y. The names of results, the user's line and the region do not
+count. Numbers are compared by type and by bits, because `1 == 1.0 == True` and `0.0 == -0.0` in Python, but not in a
+tensor. Constant tensors are compared by all of their elements. Random draws of equal structure still differ.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .graph import Eqn, Var
 from .higher_order import Function
 from .triton_launch import Launch
 
-OfVar = Callable[[Var], Hashable]  # what stands for a variable that an equation reads
+OfVar = Callable[[Var], Hashable]  # the description of a variable that an equation reads
 
 
 def structure(eqn: Eqn, of_var: OfVar) -> Hashable:
-    """What `eqn` computes from values that `of_var` describes.
+    """The structure of an equation whose arguments `of_var` describes.
 
     >>> x, y = (Var(name, torch.float32, (4,)) for name in "xy")
     >>> double, triple = (Eqn(torch.ops.aten.mul.Tensor, (v, n), (y,)) for v, n in ((x, 2), (y, 3)))
@@ -40,27 +40,27 @@ def structure(eqn: Eqn, of_var: OfVar) -> Hashable:
 def structures(
     eqns: Iterable[Eqn], inputs: Sequence[Var], outputs: Iterable[Any], of_input: OfVar
 ) -> Hashable:
-    """What several equations compute together, from `inputs` that `of_input` describes.
+    """The structure of several equations together, from `inputs` that `of_input` describes.
 
-    Values are compared by their numbers in the order in which they are bound, so names do not count.
+    Values are numbered in the order of their bindings and compared by these numbers, so names do not count.
     """
     number: dict[Var, int] = {}
     for v in inputs:
         number.setdefault(v, len(number))
     types = tuple(map(of_input, number))
-    # An input may be passed twice, under one number.
-    passed = tuple(number[v] for v in inputs)
+    # An input that is passed twice has one number.
+    input_numbers = tuple(number[v] for v in inputs)
 
     bodies = []
     for eqn in eqns:
         bodies.append(structure(eqn, number.__getitem__))
         for out in eqn.results:
             number[out] = len(number)
-    return types, passed, tuple(bodies), argument(tuple(outputs), number.__getitem__)
+    return types, input_numbers, tuple(bodies), argument(tuple(outputs), number.__getitem__)
 
 
 def argument(x: Any, of_var: OfVar) -> Hashable:
-    """The structure of an argument: of a variable, a literal, or a list or a dict of them."""
+    """The structure of an argument, which is a variable, a literal, or a list or a dict of them."""
     if isinstance(x, Var):
         return Var, of_var(x)
     if isinstance(x, (list, tuple)):
@@ -81,6 +81,6 @@ def argument(x: Any, of_var: OfVar) -> Hashable:
 
 
 def elements(x: torch.Tensor) -> bytes:
-    """The bytes of all elements of a tensor, in their order."""
+    """The bytes of all elements of a tensor, in order."""
     flat = x.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes()

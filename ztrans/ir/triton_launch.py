@@ -1,7 +1,8 @@
-"""The launch of a Triton kernel by an equation, `out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)`.
+"""The launch of a Triton kernel by an equation, such as `out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)`.
 
-A kernel writes into its arguments. The equation copies those that it changes, and its results are the copies. The
-wrappers of a kernel, `triton.autotune` and `triton.heuristics`, choose some of its arguments when it runs.
+A kernel writes into its arguments. The equation first copies the arguments that the kernel changes, and its results are
+these copies. The wrappers of a kernel, `triton.autotune` and `triton.heuristics`, choose some of its arguments when it
+runs.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 
 
 def unwrapped(kernel: Any) -> FunctionType:
-    """The function that a kernel was made of, without Triton's wrappers, which compile, interpret or tune it."""
+    """The Python function of a kernel, without Triton's wrappers, which compile, interpret or tune it."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
 
 
 def has_tuning_wrappers(kernel: Any) -> bool:
-    """Whether wrappers choose arguments of a kernel when it runs. Then its grid may depend on their choice."""
+    """Whether wrappers choose arguments of a kernel when it runs. Its grid may depend on their choice."""
     return hasattr(getattr(kernel, "fn", None), "fn")
 
 
@@ -34,8 +35,8 @@ class Launch:
 
     Attributes:
         kernel: the kernel, compiled for a GPU, or run by Triton's interpreter.
-        grid: the numbers of programs, or, for a kernel whose wrappers choose arguments, a function that returns them.
-        tensors: the names of the arguments that are tensors, in the order in which the equation has them.
+        grid: the numbers of programs, or a function that returns them if wrappers choose arguments of the kernel.
+        tensors: the names of the tensors among the arguments, in the order of the equation.
         changed: the names of the tensors that the kernel changes.
         numbers: the other arguments, and options such as `num_warps`.
     """
@@ -72,16 +73,16 @@ class Launch:
         on_cpus = all(x.is_cpu for x in values)
         kernel = _interpreted(self.kernel) if on_cpus else self.kernel
 
-        # Functions that prune the configurations of a kernel get its positional arguments by name.
+        # Functions that prune the configurations of a kernel get a dict of the positional arguments, by name.
         options = {**tensors, **self.numbers}
-        names = list(takewhile(options.__contains__, kernel.arg_names))
+        names = list(takewhile(lambda name: name in options, kernel.arg_names))
         positional = [options.pop(name) for name in names]
         kernel[self.grid](*positional, **options)
         return [tensors[name] for name in self.changed]
 
 
 def _interpreted(kernel: Any) -> Any:
-    """A kernel as Triton's interpreter runs it: with the first configuration that is not pruned, and none is timed.
+    """A kernel for Triton's interpreter, with the first configuration that is not pruned. No configuration is timed.
 
     Raises: RuntimeError if it was compiled for a GPU.
     """

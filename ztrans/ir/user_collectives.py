@@ -1,8 +1,8 @@
-"""The collectives that the user's step calls itself (tensor parallel, expert parallel), named by mesh axis.
+"""The collectives that the user's step calls itself, for tensor or expert parallelism, named by mesh axis.
 
 A step may call `torch.distributed._functional_collectives`. Its collectives stay where the user put them. The name of a
-process group means nothing on another rank or in another job, so in a program a collective names the mesh axis. The
-name of this rank's group returns when the program is bound to a mesh.
+process group means nothing on another rank or in another job, so in a program a collective names the mesh axis instead.
+It names this rank's group again when the program is bound to a mesh.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCATTERS = ("reduce_scatter_tensor", "all_to_all_single")
 def collective_name(op: Any) -> str:
     """The name of a functional collective of PyTorch, such as `wait_tensor`; empty for any other operation.
 
-    A collective of several tensors has the name of that of one.
+    Collectives of one tensor and of several tensors have the same name.
     """
     name = getattr(getattr(op, "_schema", None), "name", "")
     if not name.startswith(_NAMESPACE):
@@ -45,7 +45,7 @@ def is_user_collective(eqn: Eqn) -> bool:
 
 
 def is_user_start(eqn: Eqn) -> bool:
-    """Whether the equation is a collective of the user's own step, and no wait for one."""
+    """Whether the equation starts a collective of the user's own step."""
     return is_user_collective(eqn) and not is_user_wait(eqn)
 
 
@@ -55,7 +55,7 @@ def is_user_wait(eqn: Eqn) -> bool:
 
 
 def scatters(eqn: Eqn) -> bool:
-    """Whether the equation is a collective of the user's step that gives each rank another result."""
+    """Whether the equation is a collective of the user's step with another result on each rank."""
     return collective_name(eqn.op) in _SCATTERS
 
 
@@ -69,10 +69,9 @@ class UserStart(Memberwise):
         return eqn.args[-1]
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
-        """A result that is the same on all ranks of an axis does not vary over it."""
         axes = super().varies(eqn, axes_of)
         if collective_name(eqn.op) in _SAME_EVERYWHERE:
-            # A joint axis stands for all its members.
+            # The result is equal on all ranks of the axis. A joint axis stands for all of its members.
             return axes - {*members(self.axis(eqn))}
         return axes
 
@@ -89,9 +88,9 @@ class UserStart(Memberwise):
             case "broadcast":
                 return [terms[options[0]]] * ranks
             case "all_to_all_single":
-                # options[1] are the sizes that each rank sends, the same on all of them in one program.
-                parts = [term.split(options[1]) for term in terms]
-                return [torch.cat(received) for received in zip(*parts)]
+                # Each rank sends parts of the sizes in options[1]. All ranks run one program, so they have equal sizes.
+                parts_of_rank = [term.split(options[1]) for term in terms]
+                return [torch.cat(received) for received in zip(*parts_of_rank)]
             case kind:
                 raise ValueError(
                     f"lockstep: the step's own {kind} goes from one rank to another, and here all ranks run one "
@@ -119,15 +118,14 @@ def _total(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def accepted_layouts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts that a collective of the user's step takes its arguments in, and returns its results in.
+    """The layouts that a collective of the user's step needs for its arguments, and gives its results.
+
+    An elementwise collective accepts parts, but no terms. All others need whole values. So does an elementwise
+    collective over an axis that its argument is split over, because the parts of its ranks hold different elements.
 
     Args:
         eqn: the collective.
-        layouts: the layouts that its arguments have.
-
-    An elementwise collective takes parts as they are, but no unreduced terms. All others take whole values. So does an
-    elementwise collective over the axis that its argument is split over, because the parts of its ranks hold different
-    elements.
+        layouts: the layouts of its arguments.
     """
     if collective_name(eqn.op) not in _ELEMENTWISE:
         return [() for _ in layouts]
@@ -140,9 +138,9 @@ def accepted_layouts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
-    """The program with mesh axes in place of the process groups that its collectives name.
+    """The program whose collectives name mesh axes instead of process groups.
 
-    A group that the step made itself is named by the axis along which its ranks lie, several axes as a joint axis.
+    A group that the step made itself gets the name of the axis along which its ranks lie, or of a joint axis.
     """
     names: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis, _ in mesh_axes(mesh)}
     other_groups = _groups(graph) - {*names, *names.values()}
@@ -157,7 +155,7 @@ def by_axis(graph: Graph, mesh: DeviceMesh) -> Graph:
 
 
 def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
-    """The program with this rank's process groups in place of mesh axes: the inverse of `by_axis`."""
+    """The program whose collectives name this rank's process groups: the inverse of `by_axis`."""
     names = {}
     for axis in sorted(_groups(graph) & graph.axes.keys()):
         names[axis] = submesh(mesh, [axis]).get_group().group_name
@@ -165,12 +163,12 @@ def by_group(graph: Graph, mesh: DeviceMesh) -> Graph:
 
 
 def _groups(graph: Graph) -> set[str]:
-    """The groups, or axes, that the collectives of the user's step name."""
+    """The groups or axes that the collectives of the user's step name."""
     return {eqn.args[-1] for eqn in graph.eqns if _names_group(eqn)}
 
 
 def _names_group(eqn: Eqn) -> bool:
-    """Whether an equation is a collective of the user's step, which names its group, and no wait for one."""
+    """Whether an equation is a collective of the user's step that names its group; a wait does not."""
     return is_user_collective(eqn) and bool(eqn.args) and isinstance(eqn.args[-1], str)
 
 

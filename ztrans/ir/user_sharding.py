@@ -1,4 +1,4 @@
-"""How a user's step itself divides the leaves of its state over a mesh, as `parallelize_module` does."""
+"""The sharding that a user's step itself gives the leaves of its state, as by `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .layout import mesh_axes
 
 @dataclass(frozen=True)
 class UserSharding:
-    """How the step itself divides a leaf over mesh axes of its own, as `parallelize_module` does.
+    """The step's own sharding of a leaf over some axes of the mesh, as by `parallelize_module`.
 
-    A program holds the local part of such a leaf. Along the other axes of the mesh that part is cut as any leaf is.
+    A program holds the local part of such a leaf. Along the other axes of the mesh this part is split like any leaf.
 
     Attributes:
-        axes: the names of these axes, in the order of the mesh, and `sizes` their sizes.
+        axes: the names of these axes, in the order of the mesh.
+        sizes: their sizes.
         placements: the placement of the leaf on each of them.
         shape: the shape of the whole leaf.
     """
@@ -31,7 +32,7 @@ class UserSharding:
 
     @staticmethod
     def of(leaf: Any, other_axes: Collection[str]) -> UserSharding | None:
-        """How the step divides a leaf over the axes of its mesh that are not in `other_axes`; None if it does not."""
+        """The step's own sharding of a leaf over the axes of its mesh outside `other_axes`, or None."""
         excluded = set(members_of(other_axes))
         rest = [x for x in _placements(leaf) if excluded.isdisjoint(members(x[0]))]
         if not rest:
@@ -41,7 +42,7 @@ class UserSharding:
 
     @staticmethod
     def axes_of(leaf: Any, axes: Collection[str]) -> list[str]:
-        """The axes of the mesh of a leaf, among `axes`, over which the leaf is not whole."""
+        """The axes of a leaf's mesh, among `axes`, over which the leaf is not whole."""
         members_of_axes = set(members_of(axes))
         split_axes = []
         for axis, size, placement in _placements(leaf):
@@ -66,11 +67,11 @@ class UserSharding:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part of a rank."""
+        """The shape of each rank's part."""
         return tuple(n // self.parts_along(dim) for dim, n in enumerate(self.shape))
 
     def parts_along(self, dim: int, axes: Collection[str] | None = None) -> int:
-        """The number of parts into which the step splits a dim of the leaf, over all of its axes or those of `axes`."""
+        """The number of parts that the step splits a dim of the leaf into, over all of its axes or only `axes`."""
         count = 1
         for axis, size, placement in zip(self.axes, self.sizes, self.placements):
             if axes is not None and axis not in axes:

@@ -1,10 +1,10 @@
-"""Which values differ from rank to rank, and over which mesh axes.
+"""Find the values that differ from rank to rank, and the mesh axes over which they differ.
 
-`varying` has the values that differ because of the batch: every value that depends on it, and every random draw. The
-state does not differ. Nor does the gradient of an invariant value, because it will be reduced, nor the result of a
-`pmean`, a `psum` or an all_reduce over its axis. JAX checks this property by `check_vma`; here it is derived from the
-program. `varying_by_leaf` has the values that differ because each rank holds another leaf of the state, such as its own
-experts. `replicated_equations` are those that every rank must compute alike.
+`varying` returns the values that differ because of the batch: all that depend on it, and every random draw. The state
+does not differ. Nor does the gradient of an invariant value, because it will be reduced, nor the result of a `pmean`, a
+`psum` or an all_reduce over its axis. JAX checks this property by `check_vma`; here it is derived from the program.
+`varying_by_leaf` returns the values that differ because each rank holds another leaf of the state, such as its own
+experts. `replicated_equations` returns the equations that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def varying(graph: Graph, axes: Sequence[str]) -> Varying:
     """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
     axes_of: Varying = {v: frozenset(axes) for v in graph.batch}
     for eqn in graph.eqns:
-        draws = is_random(eqn) and not _draws_on_shards(eqn, axes_of)
-        differs = frozenset(axes) if draws else rules(eqn).varies(eqn, axes_of)
-        if differs:
-            axes_of.update(dict.fromkeys(eqn.results, differs))
+        is_draw = is_random(eqn) and not _draws_on_shards(eqn, axes_of)
+        result_axes = frozenset(axes) if is_draw else rules(eqn).varies(eqn, axes_of)
+        if result_axes:
+            axes_of.update(dict.fromkeys(eqn.results, result_axes))
     return axes_of
 
 
@@ -38,25 +38,25 @@ def varying_by_leaf(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str
 
     Args:
         graph: the program.
-        leaves: the axes over which each leaf differs: over those of expert parallelism, ranks hold other experts.
+        leaves: the axes over which each leaf differs. In expert parallelism, each rank of an axis holds other experts.
         axes: all axes over which a value may differ.
     """
-    axes_of: Varying = {leaf: differs for leaf, differs in leaves.items() if differs}
+    axes_of: Varying = {leaf: leaf_axes for leaf, leaf_axes in leaves.items() if leaf_axes}
     for eqn in graph.eqns:
-        differs = rules(eqn).varies(eqn, axes_of)
+        result_axes = rules(eqn).varies(eqn, axes_of)
         if scatters(eqn):
-            differs |= {*members(rules(eqn).axis(eqn) or "")} & {*axes}
-        if differs:
-            axes_of.update(dict.fromkeys(eqn.results, differs))
+            result_axes |= {*members(rules(eqn).axis(eqn) or "")} & {*axes}
+        if result_axes:
+            axes_of.update(dict.fromkeys(eqn.results, result_axes))
     return axes_of
 
 
 def replicated_equations(graph: Graph) -> set[Eqn]:
-    """The equations that every rank must compute alike, or the states of the ranks would diverge.
+    """The equations that must be equal on all ranks, or the states of the ranks would diverge.
 
-    The new state depends on them other than through a reduction or the step's own collectives.
+    The new state depends on their results in another way than through a reduction or the step's own collectives.
     """
-    # Without the equations that make values equal on all ranks, however their arguments differ.
+    # Stop at reductions and at the step's own collectives: their arguments may differ between ranks.
     makers = {}
     for v, e in producers(graph.eqns).items():
         if not is_user_start(e) and role(e) not in ("grad", "pmean", "state"):

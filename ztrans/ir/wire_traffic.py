@@ -1,4 +1,4 @@
-"""What a program sends, by mesh axis and by what it is sent for."""
+"""Count the messages of a program, by mesh axis and role."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from .printer import format_bytes
 
 
 class WireTraffic(NamedTuple):
-    """The messages of a mesh axis and role: the numbers of collectives and of values, and the bytes a rank receives."""
+    """The messages of a mesh axis and role.
+
+    Attributes:
+        collectives: the number of collectives.
+        values: the number of values in them.
+        bytes: the bytes that a rank receives.
+    """
 
     collectives: int = 0
     values: int = 0
@@ -23,7 +29,7 @@ class WireTraffic(NamedTuple):
 
 
 def wire_traffic(graph: Graph) -> dict[tuple[str, str], WireTraffic]:
-    """What one rank exchanges in a step, all micro-batches together, by mesh axis and role."""
+    """The messages of one rank in a step, for all micro-batches together, by mesh axis and role."""
     totals: dict[tuple[str, str], WireTraffic] = {}
     for program, times in micro_batch_programs(graph).runs:
         for eqn in filter(is_start, program.eqns):
