@@ -13,8 +13,8 @@ gathers that the previous step started, and returns the gathers that it started 
 when a step ends.
 
 The carried gathers are the buckets that start with the step by its plan and whose members are leaves of the state. So
-they are the same on every rank and for every size of the batch. `without_gathers_of` makes a program for the lower
-bound of such a step, where the gathers have ended before.
+they are the same on every rank and for every size of the batch. For the lower bound of such a step,
+`without_gathers_of` makes a program that finds all gathers done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:
     """
     new = Rewriter(graph)
     first_gathers = _first_gathers(graph, at_start)
-    next_gathers = _of_next_step(new, first_gathers)
+    next_gathers = _next_gathers(new, first_gathers)
     for start in first_gathers:
         new.drop(start)
     _insert_starts(new, next_gathers)
@@ -83,15 +83,15 @@ def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
     """Start the gathers of the next step as soon as backward has ended and their leaves are written."""
     eqns = new.graph.eqns
     written_by: dict[Var, int] = {}
-    backward_ends = -1
+    end_of_backward = -1
     for i, e in enumerate(eqns):
         for v in e.results:
             written_by[v] = i
         if e.region != "update":
-            backward_ends = i
+            end_of_backward = i
 
     # Each start follows the starts that the next step needs earlier, so `index` only grows.
-    index = backward_ends
+    index = end_of_backward
     for start in starts:
         for v in start.ins:
             # A leaf that the step does not change has no writer.
@@ -102,7 +102,7 @@ def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
             new.insert_after(eqns[index], start)
 
 
-def _of_next_step(new: Rewriter, first_gathers: Sequence[Eqn]) -> list[Eqn]:
+def _next_gathers(new: Rewriter, first_gathers: Sequence[Eqn]) -> list[Eqn]:
     """The first gathers of the next step, which gather the new leaves."""
     graph = new.graph
     new_leaf = dict(zip(graph.inputs[: graph.num_state], graph.outputs))

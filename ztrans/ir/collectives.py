@@ -44,9 +44,10 @@ from .rewriter import Rewriter
 from .rules import Axes, Memberwise, Rules, Sizes, Wait
 from .user_collectives import USER_START, USER_WAIT, collective_name
 
-# The most ranks that exchange all parts over gloo. Among more ranks, gloo's own gather needs fewer messages.
+# The most ranks of a gather over gloo that send their parts to all others. Among more, gloo's own gather needs fewer
+# messages.
 MOST_RANKS_OF_EXCHANGE = 8
-# A member of at least so many bytes on each rank has a message of its own; smaller members are packed together.
+# A member with at least this many bytes on each rank has a message of its own. Smaller members are packed together.
 LARGE_MEMBER = 1 << 16
 
 

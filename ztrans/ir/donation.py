@@ -60,11 +60,11 @@ def first_write(graph: Graph) -> int:
     if graph.hints.update != "last":
         return 0
     carried = set(graph.carried_outputs)
-    last = -1
+    last_to_fail = -1
     for i, e in enumerate(graph.eqns):
         if _can_fail(e) and carried.isdisjoint(e.results):
-            last = i
-    return last + 1
+            last_to_fail = i
+    return last_to_fail + 1
 
 
 def _can_fail(e: Eqn) -> bool:
@@ -195,9 +195,8 @@ class _StorageOwners:
             if not is_constant(e):
                 self.writable.update(out for out in e.results if not out.future)
         elif is_user_wait(e) and e.ins[0] in self.writable:
-            self.writable.update(
-                e.results
-            )  # this wait returns its argument itself, which fills its storage
+            # This wait returns its argument itself, which fills its storage.
+            self.writable.update(e.results)
 
 
 def _released(graph: Graph) -> dict[Eqn, int]:

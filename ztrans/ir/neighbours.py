@@ -47,12 +47,12 @@ def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn
     name = second_gather.out.base_name
     region_and_source = (first_wait.region, first_wait.source)
     layout = (*value.layout, split)
-    cut = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
+    view = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    shard = Eqn(SHARD, (value, split.dim), (cut,), {"axis": split.axis}, *region_and_source)
+    shard = Eqn(SHARD, (value, split.dim), (view,), {"axis": split.axis}, *region_and_source)
     contiguous = {"memory_format": torch.contiguous_format}
-    # A view would keep the whole value alive.
-    clone = Eqn(aten.clone.default, (cut,), (part,), contiguous, *region_and_source)
+    # The view alone would keep the whole value alive.
+    clone = Eqn(aten.clone.default, (view,), (part,), contiguous, *region_and_source)
     return shard, clone
 
 
@@ -67,25 +67,25 @@ def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:
 
 
 def among_neighbours(graph: Graph) -> Graph:
-    """Let neighbours keep parts of the values whose second gather asks for it (see `Provenance`), and gather them.
+    """Let neighbours keep parts of the values whose second gather asks for it (see `Provenance`), and gather the parts.
 
-    A second gather does not change if its neighbours would be all ranks of the axis, or if no earlier gather brought
-    the value.
+    A second gather still gathers from all ranks if its neighbours would be all ranks of the axis, or if no earlier
+    gather brought the value.
     """
     first_waits: dict[Hashable, Eqn] = {}  # for each value
     parts: dict[Hashable, Var] = {}
     new = Rewriter(graph)
-    for start, started in pair(graph).starts.items():
+    for start, paired in pair(graph).starts.items():
         if not rules(start).moves or len(start.outs) != 1:
             continue
         value = gathered_value(start)
         provenance = start.provenance
         if provenance is None or not isinstance(provenance.regather, int):
-            first_waits.setdefault(value, graph.eqns[started.first_wait])
+            first_waits.setdefault(value, graph.eqns[paired.first_wait])
             continue
         if value not in first_waits or provenance.regather >= graph.axes[provenance.axis]:
-            whole = dataclasses.replace(provenance, regather="always")
-            new.replace(start, start.replace(provenance=whole))
+            over_all_ranks = dataclasses.replace(provenance, regather="always")
+            new.replace(start, start.replace(provenance=over_all_ranks))
             continue
         if value not in parts:
             first_wait = first_waits[value]
@@ -97,7 +97,7 @@ def among_neighbours(graph: Graph) -> Graph:
 
 
 def with_neighbours_as_axes(graph: Graph) -> Graph:
-    """The program with an axis in `joint` for all neighbours of its gathers."""
+    """The program with the neighbours of its gathers among its axes."""
     new_axes: dict[str, None] = {}
     for e in graph.eqns:
         if not rules(e).moves:

@@ -1,4 +1,4 @@
-"""Pair the start of each collective with its waits, and give their indices in the program.
+"""Pair the start of each collective with its waits.
 
 equation 4:  f, g = all_gather([a, b], axis=dp)        PairedStart(start, index=4, waits=(5, 9), first_wait=5)
 equation 5:  x = wait(f)                               PairedWait(that, member=0)

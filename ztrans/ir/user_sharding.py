@@ -34,10 +34,10 @@ class UserSharding:
     def of(leaf: Any, other_axes: Collection[str]) -> UserSharding | None:
         """The step's own sharding of a leaf over the axes of its mesh outside `other_axes`, or None."""
         excluded = set(members_of(other_axes))
-        rest = [x for x in _placements(leaf) if excluded.isdisjoint(members(x[0]))]
-        if not rest:
+        own = [x for x in _placements(leaf) if excluded.isdisjoint(members(x[0]))]
+        if not own:
             return None
-        axes, sizes, placements = zip(*rest)
+        axes, sizes, placements = zip(*own)
         return UserSharding(axes, sizes, placements, tuple(leaf.shape))
 
     @staticmethod
