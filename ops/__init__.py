@@ -1,8 +1,8 @@
-"""Kernels and collective operations. They import torch and triton, and know nothing of programs.
+"""Kernels and collective operations. They import torch and Triton, and do not depend on programs.
 
 The file of an operation has its contract, its reference in plain torch, its kernels, and its registration under
-`torch.ops.ztrans`. `marks` has the operations that mark a trace. `kernel`, `operation`, `move`, `tables` and
-`symmetric` are what operations are made of.
+`torch.ops.ztrans`. `marks` has the operations that mark a trace. Operations are built from `kernel`, `operation`,
+`move`, `tables` and `symmetric`.
 """
 
 from . import fused_adamw  # registers its operations

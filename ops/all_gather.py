@@ -1,16 +1,16 @@
 """all_gather(memory, outs, sizes): read the parts of every rank from its memory, directly into the whole values.
 
-    memory  symmetric; each rank's buffer begins with its parts, one after another, `sizes` elements each: what
-            cast_pack wrote
+    memory  symmetric; each rank's buffer begins with its parts, one after another, `sizes` elements each, as cast_pack
+            writes them
     outs    the whole values, contiguous, of one dtype, on the memory's device. They may be parameters, which are
-            written in place. Elements r * size .. (r + 1) * size come from rank r; those beyond the end are padding
+            written in place. Elements r * size .. (r + 1) * size come from rank r; elements beyond the end are padding
     channels  the number of blocks of the grid, 1 to 128. Each block reads its share from every rank
 
 There are two barriers: one before reading, so that the parts of every rank are there, and one after it, so that no
-rank overwrites its parts too early. If a rank does not come to the first, every byte of `outs` becomes 255, and so
-floats are NaN. Errors: values larger than what is gathered, mixed dtypes, a small buffer, an earlier barrier that
-waited in vain. Bytes moved at least: over the wire the whole less this rank's part; in memory that and one write
-of the whole. No copy follows.
+rank overwrites its parts too early. If a rank misses the first one, every byte of `outs` becomes 255, so floats are
+NaN. Errors: values larger than the gathered parts, mixed dtypes, a small buffer, an earlier barrier that timed out.
+Bytes moved at least: over the wire the whole values less this rank's part; in memory the same and one write of the
+whole values. No copy follows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _gather(
 def launch(
     buffers, pads, error, outs, sizes, rank, channels, spins, *, together: int = 1, sync=True
 ) -> None:
-    """all_gather by the kernel. A launch may run `together` ranks; `outs` then has the values of one after another."""
+    """all_gather by the kernel. A launch may run `together` ranks; then `outs` has their values, rank after rank."""
     check(error, rank)
     world = len(buffers)
     values = len(outs) // together
@@ -132,8 +132,8 @@ def launch(
 def _rows(
     sizes: tuple[int, ...], numels: tuple[int, ...], block: int, device: torch.device
 ) -> torch.Tensor:
-    # A row: the value, the start in its part, the offset of the part in a buffer, the size of a part, the elements of
-    # the value.
+    # A row: the index of the value, the start in its part, the offset of the part in a buffer, the size of a part, and
+    # the number of elements of the value.
     pieces = []
     offset = 0
     for k, (size, numel) in enumerate(zip(sizes, numels)):

@@ -1,15 +1,16 @@
-"""barrier(memory): no rank goes on before all ranks have reached the barrier.
+"""barrier(memory): no rank continues before all ranks have reached the barrier.
 
-From rank a to rank b there is one signal. Rank a waits until it is 0 and sets it to 1. Rank b waits until it is 1 and
-sets it to 0. So only one of them may write at a time. After a barrier all signals are as they were before it, and no
-count is kept, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: a signal is set
-with release semantics and read with acquire semantics, at the scope of the whole system.
+There is one signal from each rank a to each rank b. Rank a waits until it is 0 and sets it to 1. Rank b waits until it
+is 1 and sets it to 0. So only one of them may write at a time. A barrier leaves all signals as they were and keeps no
+count, so a captured CUDA graph may replay it. Writes before the barrier are visible after it: a signal is set with
+release semantics and read with acquire semantics, at the scope of the whole system.
 
-A rank reads a signal at most `spins` times. Then it gives up: it writes 1 + the rank that did not arrive to `error`,
-and the host raises when it next checks `error`. It sends the others no signal any more. Its signal to itself stays at
-1, so its later barriers give up soon. A rank that is only late then waits in vain, here or at its next barrier, and
-gives up too: the memory of the rank that has given up may hold another message by then. On the CPU the barrier raises
-at once.
+A rank reads a signal at most `spins` times. Then it times out: it writes 1 + the number of the missing rank to `error`,
+and the host raises when it next checks `error`. From then on it sends no signals to the others. Its signal to itself
+stays at 1, so its later barriers time out soon. A rank that is only late then waits in vain too, here or at its next
+barrier, and times out: by then, the memory of the first rank may hold another message. On the CPU the barrier raises at
+once.
+
 Errors: `error` was set by an earlier barrier. Bytes moved at least: 4 to and from every other rank.
 """
 
@@ -50,7 +51,7 @@ def reference(pads: torch.Tensor, error: torch.Tensor, rank: int, spins: int) ->
 def _replace(
     signal: torch.Tensor, old: int, new: int, peer: int, error: torch.Tensor, rank: int, spins: int
 ) -> None:
-    """Wait until a signal is `old`, and set it to `new`; fail if `peer` does not do its part."""
+    """Wait until a signal is `old`, and set it to `new`. Raises if `peer` does not change it in time."""
     for tries in range(spins):
         if int(signal) == old:
             signal.fill_(new)
@@ -74,9 +75,9 @@ def _patience(error, looks, patience):
 def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     """The barrier between one block of the grid and the same block of every other rank.
 
-    Returns whether all have come. If not, what the other ranks have sent must not be used.
+    Returns whether all ranks have arrived. If not, messages of the other ranks must not be used.
     """
-    # There is a lane for each rank, also for this one. Lanes beyond the number of ranks signal to themselves.
+    # There is a lane for each rank, including this one. Lanes beyond the number of ranks signal to themselves.
     LANES: tl.constexpr = 1 << (WORLD - 1).bit_length()
     lane = tl.arange(0, LANES)
     mine = tl.load(pads + rank)
@@ -96,7 +97,7 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
         wrong = tl.atomic_add(theirs, 0, sem="acquire", scope="sys") != 0
         looks += 1
         patience = _patience(error, looks, patience)
-    # A rank that has given up leaves its signal to itself at 1, which is wrong at its next barrier.
+    # A rank that times out leaves its signal to itself at 1, which is wrong at its next barrier.
     all_right = tl.max(wrong.to(tl.int32), 0) == 0
     tl.atomic_xchg(theirs, 1, mask=all_right | (lane == rank), sem="release", scope="sys")
     missing = tl.atomic_add(ours, 0, sem="acquire", scope="sys") != 1
@@ -109,7 +110,7 @@ def meet(pads, error, rank, channel, spins, WORLD: tl.constexpr):
     # `lane >= 0` makes the mask a vector.
     tl.atomic_xchg(ours, 0, mask=all_here & (lane >= 0), sem="release", scope="sys")
     late = tl.max(tl.where(in_vain & (lane != rank), lane + 1, 0), 0)
-    # An earlier error stays: it has the first cause.
+    # An earlier error stays, because it names the first cause.
     is_first = tl.load(error, mask=late > 0, other=1, volatile=True) == 0
     tl.store(error, late, mask=is_first)
     tl.debug_barrier()

@@ -7,10 +7,10 @@
     ->      dtype[ranks * sum(sizes)]: row r holds elements r * size .. (r + 1) * size of every part,
             zero where a part has no more
 
-Errors: a size that is too small, several devices, and an `out` of another dtype, device, length or stride. Bytes moved
-at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes per element. There is one launch
-for each dtype among the parts. Torch copies parts that are not contiguous, and parts of a dtype that Triton and torch
-cast differently.
+Errors: a size that is too small, several devices, and an `out` with the wrong dtype, device, length or strides. Bytes
+moved at least: one read of every part and one write of the buffer; fp32 to bf16 is 6 bytes per element. There is one
+launch for each dtype among the parts. Torch copies parts that are not contiguous, and parts of a dtype that Triton and
+torch cast differently.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def reference(
 
 
 def _copy(part: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy a part to its place in every row, with zeros behind it."""
+    """Copy a part to its place in every row, followed by zeros."""
     ranks, size = rows.shape
     if ranks == 1 and part.numel() == size:  # one pass copies any strides
         rows[0].view(part.shape).copy_(part)
@@ -73,36 +73,36 @@ def launch(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
 ) -> None:
     """cast_pack by the kernel: one launch for each dtype among the parts."""
-    by_torch: list[int] = []
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    torch_indices: list[int] = []  # of the parts that torch copies
+    kernel_indices: dict[torch.dtype, list[int]] = {}
     for k, part in enumerate(parts):
         if part.is_contiguous() and is_movable(part.dtype, out.dtype):
-            by_dtype.setdefault(part.dtype, []).append(k)
+            kernel_indices.setdefault(part.dtype, []).append(k)
         else:
-            by_torch.append(k)
-    if by_torch:
+            torch_indices.append(k)
+    if torch_indices:
         places = out.view(ranks, -1).split(list(sizes), dim=1)
-        for k in by_torch:
+        for k in torch_indices:
             _copy(parts[k], places[k])
 
     numels = tuple(part.numel() for part in parts)
-    for dtype, chosen in by_dtype.items():
-        rows = _rows(tuple(sizes), numels, tuple(chosen), ranks, out.device)
+    for dtype, indices in kernel_indices.items():
+        rows = _rows(tuple(sizes), numels, tuple(indices), ranks, out.device)
         move(rows, [*parts, out], dtype, out.dtype)
 
 
 @functools.cache
 def _rows(
-    sizes: tuple[int, ...], numels: tuple[int, ...], chosen: tuple[int, ...], ranks: int, device
+    sizes: tuple[int, ...], numels: tuple[int, ...], indices: tuple[int, ...], ranks: int, device
 ):
     pieces = []
     total = sum(sizes)
     offsets = list(accumulate(sizes, initial=0))
-    for k in chosen:
+    for k in indices:
         size = sizes[k]
         for r in range(ranks):
-            have = min(size, max(0, numels[k] - r * size))
-            pieces.append((k, r * size, len(sizes), r * total + offsets[k], have, size))
+            count = min(size, max(0, numels[k] - r * size))
+            pieces.append((k, r * size, len(sizes), r * total + offsets[k], count, size))
     return plan(pieces, device)
 
 

@@ -5,21 +5,21 @@
     exp_avgs, exp_avg_sqs
                  the moments, like the parameters; overwritten
     state_steps  for each parameter the number of its steps, this one included: fp32 scalars
-    halves       copies of the parameters in bf16 or fp16, if there are any; overwritten with the new parameters
+    halves       optional copies of the parameters in bf16 or fp16; overwritten with the new parameters
     lr           a scalar tensor: fp32 on the device of the parameters, or of any dtype on the CPU
-    scale        a factor of all gradients, such as that of clipping, if there is one: an fp32 scalar tensor
+    scale        an optional factor of all gradients, such as for clipping: an fp32 scalar tensor
     the others   as in `torch._fused_adamw_`
 
-`fused_adamw_` writes in place; `fused_adamw` returns new tensors. They compute the bits that PyTorch's fused AdamW, and
-without `weight_decay` its fused Adam, compute on a GPU from the same gradients in fp32, but need no copy of the
-gradients in fp32. Bytes moved at least, for each element besides those of its gradient: 24, and 2 more for a copy in
-half precision. There is one launch for all parameters, and three small ones for the powers of beta.
+`fused_adamw_` writes in place; `fused_adamw` returns new tensors. They compute the same bits as PyTorch's fused AdamW,
+and without `weight_decay` its fused Adam, on a GPU from the same gradients in fp32, but need no copy of the gradients
+in fp32. Bytes moved at least, for each element: 24, its gradient, and 2 more for a copy in half precision. There is one
+launch for all parameters, and three small ones for the powers of beta.
 
-The order of operations is that of PyTorch's `native/cuda/fused_adam_utils.cuh`. From some products and sums nvcc makes
-one operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which: each is a call of `fma` here,
-and nothing else is fused. `torch.pow` computes the powers of beta, because each version of CUDA rounds powers in its
-own way, and `torch.pow` is compiled together with the optimizers. `maximize`, `amsgrad` and gradients that are divided
-by a loss scale are left to PyTorch.
+The order of operations follows PyTorch's `native/cuda/fused_adam_utils.cuh`. nvcc fuses some products and sums into one
+operation, which rounds once. The machine code of PyTorch 2.11 for sm_90 shows which: each is a call of `fma` here, and
+nothing else is fused. `torch.pow` computes the powers of beta, because each version of CUDA rounds powers in its own
+way, and `torch.pow` is compiled together with the optimizers. `maximize`, `amsgrad` and gradients that are divided by a
+loss scale are left to PyTorch.
 
 Errors: other dtypes, parameters or moments that are not contiguous, and lists whose lengths or sizes do not agree.
 """
@@ -145,18 +145,18 @@ def launch(
 
 @functools.cache
 def _rows(numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64[blocks, 3]: for each block its tensor, its first element, and how many elements it has."""
+    """int64[blocks, 3]: for each block its tensor, its first element, and its number of elements."""
     pieces = [(k, 0, numel) for k, numel in enumerate(numels)]
     return on_device(blocks(pieces, numels, BLOCK, advancing=(1,), remaining=(2,)), device)
 
 
 def _rate(lr: torch.Tensor, device: torch.device) -> torch.Tensor | float:
-    """The learning rate as the kernel takes it: a tensor that it can read, or a number."""
+    """The learning rate for the kernel: a tensor that it can read, or a number."""
     return lr if lr.device == device and lr.dtype == torch.float32 else lr.item()
 
 
 def _powers(beta1: float, beta2: float, state_steps: Tensors) -> torch.Tensor:
-    """fp32[2, tensors]: beta1 and beta2 to the power of each number of steps."""
+    """fp32[2, tensors]: beta1 and beta2 to the power of each tensor's number of steps."""
     steps = torch.stack(list(state_steps))
     powers = steps.new_empty(2, len(steps))
     torch.pow(beta1, steps, out=powers[0])
@@ -196,12 +196,12 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _fp32(number: Any) -> torch.Tensor:
-    """A number as a kernel has it."""
+    """A number in fp32, as a kernel gets it."""
     return torch.as_tensor(number).to("cpu", torch.float32)
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root of fp32, rounded correctly. That of `torch.sqrt` is not on every CPU."""
+    """The correctly rounded square root of fp32. `torch.sqrt` does not round correctly on every CPU."""
     return x.double().sqrt().to(torch.float32)
 
 
@@ -306,7 +306,7 @@ def _fused_adamw(
     self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, state_steps: Tensors,
     halves: Tensors | None = None, **numbers: Any,
 ) -> tuple[Tensors, ...]:  # fmt: skip
-    """The new parameters, the new moments, and the new copies in half precision, of which there may be none."""
+    """The new parameters, the new moments, and the new copies in half precision, if any."""
     new_lists = []
     for tensors in (self, exp_avgs, exp_avg_sqs, halves or []):
         new_lists.append([x.clone() for x in tensors])

@@ -1,12 +1,11 @@
-"""A decorator for functions that become Triton kernels when they are first launched.
+"""A decorator that makes a function a Triton kernel when it is first launched.
 
     @kernel
     def _double(x, n, BLOCK: tl.constexpr): ...        defined at module level, as any Triton kernel
     _double[grid](x, n, BLOCK=1024, num_warps=4)
 
-Triton is imported at the first launch, not before. So every module can be imported without Triton, and an error that
-says that Triton is missing is raised only when a kernel is launched. Inside a kernel, `tl` is `triton.language`, and
-other kernels can be called by name.
+Triton is imported at the first launch. So every module can be imported without Triton, and only a launch raises an
+error if Triton is missing. Inside a kernel, `tl` is `triton.language`, and other kernels can be called by name.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-# Triton casts between these dtypes as torch does. Others are moved as bits, or cast by torch.
+# Triton casts between these dtypes as torch does. Other dtypes are moved as bits, or cast by torch.
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 tl: Any = None  # in a kernel it is `triton.language`
 _BITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
@@ -42,7 +41,7 @@ class Kernel:
         triton = _triton(f"the kernel {self.__name__.lstrip('_')}")
         function = self.function
         code = function.__code__
-        # The kernel gets its own globals, with `tl` and the names that it uses, so that the module's do not change.
+        # The kernel gets globals of its own, with `tl` and the names that it uses. The module's globals do not change.
         scope: dict[str, Any] = {}
         for name in code.co_names:
             if name in function.__globals__:
@@ -54,15 +53,15 @@ class Kernel:
         return triton.jit(copy, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
-        # Without fused multiply-add, every product and every sum is rounded by itself, as in the reference.
+        # Without fused multiply-add, every product and every sum is rounded separately, as in the reference.
         return functools.partial(self.jit[grid], enable_fp_fusion=False)
 
 
 def kernel(function: Callable | None = None, *, unspecialized: str = "") -> Any:
     """Mark `function` as a Triton kernel, or as a part of one.
 
-    Triton does not compile variants for special values of the `unspecialized` arguments. A variant that one rank has to
-    compile in the middle of a step would keep the other ranks waiting.
+    Triton compiles no variants for special values of the `unspecialized` arguments. If one rank had to compile a
+    variant in the middle of a step, the other ranks would wait for it.
     """
     if function is None:
         return functools.partial(Kernel, unspecialized=unspecialized)

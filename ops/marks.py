@@ -1,4 +1,4 @@
-"""Operations that say what a value is, and compute nothing. A traced program keeps them.
+"""Operations that mark the values of a traced program, and compute nothing.
 
     gradient(g, p)   marks `g` as the gradient for `p`, a tensor of the same shape.  ->  g
     pmean(x, axis)   asks for the mean of `x` over a mesh axis; "*" means all axes of the sharding.  ->  a tensor like x
@@ -58,7 +58,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, dims, g, p):
-        # Not `g` itself: autograd would cut it off from what it was computed from.
+        # Not `g` itself: autograd would detach it from its graph.
         return g.view_as(g), dims[0]
 
 
@@ -108,7 +108,7 @@ def pmean(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
     """The mean of every tensor of `tree` over a mesh axis or several, as `jax.lax.pmean`; in a plain step the identity.
 
     Without `axis` it is the mean over all axes that the step is sharded over. A mean of integers is rounded towards
-    zero; that of bools is whether any of them is true.
+    zero; a mean of bools is whether any of them is true.
 
     >>> pmean({"loss": torch.ones(2)}, "dp")
     {'loss': tensor([1., 1.])}
@@ -132,8 +132,8 @@ def global_mean(
 ) -> torch.Tensor:
     """The mean over the samples of all ranks: the sum of all `sum` divided by the sum of all `count`.
 
-    It is right whatever the number of samples of each rank, as `total_loss / number_of_tokens` is in a plain step.
-    Its gradient is right too: that of the mean over all samples.
+    It is right for any number of samples on each rank, as `total_loss / number_of_tokens` is in a plain step. Its
+    gradient is the gradient of the mean over all samples.
 
     Args:
         sum: this rank's sum over its own samples, such as a loss with `reduction="sum"`.

@@ -4,8 +4,8 @@
                              write to, number of elements to read, number of elements to write
     bases  int64[tensors]    the address of each tensor
 
-Elements that are written but not read are zero; they are padding. Bytes moved at least: one read and one write of each
-element. A full block whose source and destination are aligned to 16 bytes moves 16 bytes at a time.
+Elements that are written but not read are padding, and zero. Bytes moved at least: one read and one write of each
+element. A full block with source and destination aligned to 16 bytes moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Piece = tuple[int, int, int, int, int, int]
 
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
-    """The rows of some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
+    """The rows for some pieces, on `device`. A piece is (source, start, target, start, elements to read, to write)."""
     lengths = [piece[5] for piece in pieces]
     return on_device(blocks(pieces, lengths, BLOCK, advancing=(1, 3), remaining=(4, 5)), device)
 

@@ -3,7 +3,7 @@
     define("double(Tensor x, Tensor(a!) out) -> ()", check, reference, launch)
 
 `check` raises for wrong arguments. Then `reference` runs on CPU tensors, and `launch` on CUDA tensors. On fake tensors
-only `check` runs, so a trace holds the operation as one node.
+only `check` runs, so a trace has the operation as one node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LIBRARY = torch.library.Library("ztrans", "FRAGMENT")
 
 
 def define(schema: str, check: Callable, reference: Callable, launch: Callable) -> None:
-    """Define the operation of `schema`."""
+    """Define the operation with this schema."""
 
     def checked(run: Callable) -> Callable:
         def implementation(*args, **kwargs):
@@ -33,6 +33,6 @@ def define(schema: str, check: Callable, reference: Callable, launch: Callable) 
 
 
 def define_composite(schema: str, function: Callable) -> None:
-    """Define the operation of `schema`, which `function` computes by other operations on every device."""
+    """Define the operation with this schema. `function` computes it from other operations, on every device."""
     LIBRARY.define(schema)
     LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")

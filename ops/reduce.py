@@ -6,7 +6,7 @@
     count   the divisor of a mean, if the terms are sums of several terms each
     ->      one tensor
 
-Half-precision terms are summed in fp32. The order is that of the ranks, so the result depends on neither the network
+Half-precision terms are summed in fp32. Terms are combined in rank order, so the result depends on neither the network
 nor the transport. Bytes moved at least: one read of each term and one write of the result.
 """
 
@@ -53,12 +53,12 @@ def reduce(
 
 
 def mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum, divided by `count` in its own memory: floats are rounded once, integers towards zero.
+    """Divide a sum by `count` in place. Floats are rounded once, integers towards zero.
 
     The sum of bools is whether any of them is true, and so is their mean.
 
-    The reciprocal of a power of two is exact, and one launch multiplies with it. Any other divisor is a tensor: a GPU
-    divides by a Python number with the reciprocal, which rounds twice, so the bits would differ from those of a CPU.
+    The reciprocal of a power of two is exact, and one launch multiplies by it. Any other divisor is a tensor: a GPU
+    divides by a Python number with its reciprocal, which rounds twice, so the bits would differ from a CPU's.
 
     >>> mean(torch.tensor([3.0, 1.0]), 2)
     tensor([1.5000, 0.5000])

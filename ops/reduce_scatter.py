@@ -6,11 +6,10 @@
     outs    this rank's parts, contiguous, float32 or a dtype of 16 bits; at most `sizes` elements each
     op      sum, or mean, which divides by the number of ranks at the end
 
-Terms are summed in float32 in rank order, whatever their dtype, and rounded once. So the result depends on neither the
-network nor its timing. There are two barriers, as in all_gather; if a rank does not come to the first, `outs` is NaN.
-Errors: mixed or unknown dtypes, parts larger than their sizes, a buffer that is too small. Bytes moved at least: over
-the wire the rows of the other ranks for this one; in memory those rows, this rank's own row, and one write of the
-parts.
+Terms of any dtype are summed in float32, in rank order, and rounded once. So the result depends on neither the network
+nor its timing. There are two barriers, as in all_gather; if a rank misses the first one, `outs` is NaN. Errors: mixed
+or unknown dtypes, parts larger than their sizes, a buffer that is too small. Bytes moved at least: over the wire the
+other ranks' rows for this rank; in memory the same rows, this rank's own row, and one write of the parts.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _finished(total, all_here, DIVISOR: tl.constexpr):
 @kernel
 def _as_float(term):
     if term.dtype == tl.bfloat16:
-        # By its bits: LLVM would add two bf16 numbers in fp16 if their sum is rounded to fp16, and lose large ones.
+        # By bits: LLVM would add two bf16 numbers in fp16 if their sum is rounded to fp16, and lose large ones.
         bits = term.to(tl.uint16, bitcast=True).to(tl.uint32)
         return (bits << 16).to(tl.float32, bitcast=True)
     else:
@@ -217,8 +216,8 @@ def launch(
 def pieces_of(
     sizes: tuple[int, ...], numels: tuple[int, ...], together: int, device: torch.device
 ) -> torch.Tensor:
-    # A row: the value, the start in it, its offset in a row of the buffer, the elements left. `numels` has the values
-    # of one rank after those of another.
+    # A row: the index of the value, the start in it, its offset in a row of the buffer, and the elements left. `numels`
+    # lists the values of all ranks, rank after rank.
     offsets = list(itertools.accumulate(sizes, initial=0))
     pieces = []
     for k, numel in enumerate(numels):
@@ -235,7 +234,7 @@ def _check(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) 
 
 
 def check_sum(name: str, kind: str, outs, sizes, op: str, dtype: torch.dtype) -> None:
-    """Raise for sums that the kernel cannot compute. `kind` is what an error calls each of `outs`."""
+    """Raise for sums that the kernel cannot compute. `kind` is the name of an out in errors."""
     if op not in ("sum", "mean"):
         raise ValueError(f"{name}: unknown operation {op!r}; use sum or mean.")
     if dtype not in FLOATS or outs[0].dtype not in FLOATS:

@@ -1,4 +1,4 @@
-"""sum_terms(terms, outs, sizes, op, count): the sum, in rank order, of the terms that this rank has received.
+"""sum_terms(terms, outs, sizes, op, count): sum the terms that this rank has received, in rank order.
 
     terms   float32, bfloat16 or float16 [ranks, sum(sizes)], contiguous: row r is what rank r sent for this rank, its
             terms one after another
@@ -6,10 +6,10 @@
     op      sum, or mean
     count   the divisor of a mean: the number of ranks, unless a row is itself the sum of several ranks
 
-Terms are summed in float32, whatever their dtype, starting with the first one. A mean is divided, and the result is
-rounded once, so the bits are those of `reduce`. Errors: mixed or unknown dtypes, outs larger than their sizes. Bytes
-moved at least: one read of each term and one write of the result; for 8 ranks, bfloat16 to float32 is 20 bytes per
-element. One launch of the kernel of reduce_scatter, without its barriers, fills all outs.
+Terms of any dtype are summed in float32, starting with the first one. A mean is divided, and the result is rounded
+once, so its bits equal those of `reduce`. Errors: mixed or unknown dtypes, outs larger than their sizes. Bytes moved at
+least: one read of each term and one write of the result; for 8 ranks, bfloat16 to float32 is 20 bytes per element. One
+launch of the kernel of reduce_scatter, without its barriers, fills all outs.
 """
 
 from __future__ import annotations

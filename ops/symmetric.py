@@ -1,4 +1,4 @@
-"""A buffer on every rank of a group, which all other ranks can read, and signals next to it: symmetric memory.
+"""Symmetric memory: on every rank of a group, a buffer and signals that all other ranks can access.
 
     memory = connect(allocate(nbytes, ranks), nbytes, group)   ranks of one node, each with its GPU: torch's own
     memories = in_one_process(ranks, nbytes, device)           all ranks in this process
@@ -10,7 +10,7 @@ rank sees them. The signals of one rank are int32[CHANNELS, ranks], each row pad
 between collectives; `barrier.py` describes their use. `error`, int32[1], is zero until a barrier has waited in vain.
 The host reads it without synchronising.
 
-One memory serves one stream of collectives; collectives that run at the same time need a memory each.
+One memory serves one stream of collectives. Collectives that run at the same time need separate memories.
 
 Signals are set and read by atomic operations on the memory of other GPUs. NVLink carries these and PCIe does not, so
 ask `has_native_atomics` first. `allocate` and `connect` use a private torch API, `_symmetric_memory`, because torch has
@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 # The most blocks in the grid of a collective. Each has signals of its own.
 CHANNELS = 128
-# The blocks of a collective whose caller names no number.
+# The default number of blocks of a collective.
 BLOCKS = 32
-# The blocks that have room on a multiprocessor: each has 256 threads of at most 128 registers.
+# The blocks that fit on a multiprocessor: each has 256 threads of at most 128 registers.
 BLOCKS_ON_PROCESSOR = 2
 # The signals of a rank start at a multiple of this many bytes, a cache line of the GPU.
 ALIGNMENT = 128
@@ -59,7 +59,7 @@ class Symmetric:
     def check_room(self, name: str, nbytes: int) -> None:
         """Raise if the collective `name` would read more than the buffer of a rank."""
         if nbytes > self.mine.numel():
-            raise ValueError(f"{name}: {nbytes} bytes are read of a buffer of {self.mine.numel()}.")
+            raise ValueError(f"{name}: reads {nbytes} bytes from a buffer of {self.mine.numel()}.")
 
 
 def check(error: torch.Tensor, rank: int) -> None:
@@ -74,7 +74,7 @@ def check(error: torch.Tensor, rank: int) -> None:
 
 
 def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, channels: int) -> None:
-    """Raise for arguments that are wrong for any collective. `kind` is what an error calls each of `outs`."""
+    """Raise for arguments that are wrong for any collective. `kind` is the name of an out in errors."""
     if not outs or len(outs) != len(sizes) or not 0 <= rank < len(buffers):
         raise ValueError(
             f"{name}: {len(outs)} {kind}s, {len(sizes)} sizes, rank {rank} of {len(buffers)}."
@@ -104,7 +104,7 @@ def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") 
 
 
 def allocate(nbytes: int, ranks: int) -> torch.Tensor:
-    """The part of this rank, on the current CUDA device: a buffer of `nbytes`, and its signals, all zero."""
+    """This rank's part, on the current CUDA device: a buffer of `nbytes` and its signals, all zero."""
     import torch.distributed._symmetric_memory as symm_mem
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -112,7 +112,7 @@ def allocate(nbytes: int, ranks: int) -> torch.Tensor:
     try:
         part = symm_mem.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError:
-        # It is not taken from the blocks that torch's allocator has free, and may need their room.
+        # The memory does not come from the free blocks of torch's allocator, but may need their room.
         torch.cuda.empty_cache()
         part = symm_mem.empty(size, dtype=torch.uint8, device=device)
     part.zero_()
@@ -121,9 +121,9 @@ def allocate(nbytes: int, ranks: int) -> torch.Tensor:
 
 
 def connect(part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> Symmetric:
-    """The memory whose part on this rank is `part`; every rank of `group` must call it.
+    """The symmetric memory with `part` as this rank's part. Every rank of `group` must call it.
 
-    The caller lets the ranks meet before the first collective: the signals of all ranks must be zero before any rank
+    The caller synchronises the ranks before the first collective: the signals of all ranks must be zero before any rank
     sets one.
     """
     import torch.distributed._symmetric_memory as symm_mem
@@ -138,11 +138,11 @@ def connect(part: torch.Tensor, nbytes: int, group: dist.ProcessGroup) -> Symmet
 
 
 def has_native_atomics(device: int, peer: int, driver: Any = None) -> bool:
-    """Whether a CUDA device can do atomic operations on the memory of another one, over the link between them.
+    """Whether a CUDA device can do atomic operations on the memory of another device, over the link between them.
 
     Args:
         device, peer: indices of devices of this process.
-        driver: the driver's library; by default that of this machine.
+        driver: the driver's library, by default this machine's.
     """
     if device == peer:
         return True
@@ -162,7 +162,7 @@ def at_addresses(table: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
 
 
 def room(nbytes: int, ranks: int) -> int:
-    """Bytes of one rank's memory: the buffer, and its signals."""
+    """The bytes of one rank's memory: its buffer and its signals."""
     signals = CHANNELS * (1 << (ranks - 1).bit_length())
     return _aligned(nbytes) + 4 * signals
 
@@ -181,12 +181,12 @@ def view(
 ) -> Symmetric:
     """One rank's view of `room` bytes. The memories of all ranks start at `starts`; `mapping` keeps them mapped.
 
-    `parts` are their buffers; on a CPU they follow from `starts`.
+    `parts` are the buffers of all ranks. On a CPU they are made from `starts`.
     """
     device = memory.device
     buffers = torch.tensor(starts, dtype=torch.int64, device=device)
     pads = buffers + _aligned(nbytes)
-    # In the memory of the host, which reads it while kernels run.
+    # Pinned on the host, which reads it while kernels run.
     error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     if device.type == "cpu":
         parts = at_addresses(buffers, nbytes)

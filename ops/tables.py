@@ -1,15 +1,14 @@
-"""Integers on a kernel's device, which tell the kernel where its pieces are.
+"""Tables of integers on a device, which tell a kernel where its pieces are.
 
-A launch over many tensors needs their addresses, and for each block the tensor that it belongs to. Both repeat from
-step to step, so tables are cached. Tables that depend on sizes alone are kept for good. Tables of addresses may never
-repeat if the shapes of batches keep changing, so only the most recently used ones are kept. There is one for each
-stream, because memory that a stream has freed is reused in the order of that stream. Tables in a captured graph are
-kept for good.
+A launch over many tensors needs their addresses, and the tensor of each block. Both repeat from step to step, so tables
+are cached. Tables that depend on sizes alone stay cached forever. Tables of addresses may never repeat if the shapes of
+batches keep changing, so only the most recently used ones are cached. Each stream has its own, because memory that a
+stream has freed is reused in the order of that stream. Tables of a captured graph stay alive forever.
 
 A captured graph has its own memory, so its addresses are new. The copies that fill their tables must not be captured.
-Nor may the tables be in the graph's memory, which is reused within a replay: a kernel that runs before the one that
-reads a table would overwrite the table. `filled_after_capture` allocates room for these tables before the capture, and
-fills it when the capture is over.
+Nor may the tables be in the graph's memory, which is reused within a replay: a kernel that runs before the reader of a
+table would overwrite the table. `filled_after_capture` allocates room for these tables before the capture, and fills it
+after the capture.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-# The most tuples of addresses whose tables are kept.
+# The most tuples of addresses with cached tables.
 _MOST = 1 << 14
 # Integers for the tables of a capture.
 _ROOM = 1 << 18
@@ -29,7 +28,7 @@ _ALIGNED = 2
 # A table for each stream, by addresses and device.
 _by_addresses: OrderedDict[tuple, dict[int, torch.Tensor]] = OrderedDict()
 _captured: list[torch.Tensor] = []
-# For each capture in progress: the room, and its tables.
+# For each capture in progress: its room, and the tables to copy there.
 _unfilled: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
 
@@ -45,7 +44,7 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
     stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured:
-        # All work launched before a capture has ended, so the table of any stream can be used.
+        # All work launched before the capture is done, so the table of any stream can be used.
         stream = next(iter(by_stream), stream)
     if stream not in by_stream:
         by_stream[stream] = on_device(torch.tensor(key[0], dtype=torch.int64), device, shared=False)
@@ -56,7 +55,7 @@ def addresses(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Te
 
 @contextlib.contextmanager
 def filled_after_capture(device: str | torch.device = "cuda", room: int = _ROOM) -> Iterator[None]:
-    """A context for the capture of a CUDA graph. Its tables, at most `room` integers, are filled at the end."""
+    """A context for the capture of a CUDA graph. At its end it fills the graph's tables, of at most `room` integers."""
     _unfilled.append((torch.empty(room, dtype=torch.int64, device=device), []))
     try:
         yield
@@ -71,7 +70,8 @@ def on_device(rows: torch.Tensor, device: torch.device, shared: bool = True) -> 
     """`rows` on `device`.
 
     A `shared` table is for all streams. Any other table is for the current stream, and the host does not wait for its
-    copy. During the capture of a CUDA graph, `filled_after_capture` fills the table later; without it, this raises.
+    copy. During the capture of a CUDA graph, `filled_after_capture` fills the table later; outside of that context, a
+    capture is an error.
     """
     if device.type != "cuda":
         return rows.to(device)
@@ -103,8 +103,8 @@ def blocks(
 ) -> torch.Tensor:
     """int64[blocks, columns]: each piece cut into blocks of `block` elements.
 
-    A piece is a row of integers, and has a length. Its columns `advancing` grow by `block` from block to block. Its
-    columns `remaining` count elements, and in each block hold how many of them are left for the block.
+    A piece is a row of integers, and has a length. The columns `advancing` grow by `block` from block to block. The
+    columns `remaining` count elements: each block gets the number that is left for it, at most `block`.
 
     >>> blocks([(7, 0, 5)], [5], 4, advancing=(1,), remaining=(2,))
     tensor([[7, 0, 4],

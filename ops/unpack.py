@@ -1,12 +1,12 @@
-"""unpack(buffer, sizes, shapes, ranks): the whole values of a gathered buffer, from rank-major to value-major order.
+"""unpack(buffer, sizes, shapes, ranks): split a gathered buffer into whole values: rank-major to value-major order.
 
     buffer  any dtype[ranks * sum(sizes)], contiguous: row r holds the elements that rank r sent
     sizes   elements of each value's part in a row, padding included
     shapes  the shapes of the whole values, with at most ranks * size elements; other elements are padding
     ->      one contiguous tensor for each value; a value that is contiguous in the buffer is a view of it
 
-Errors: a shape with more elements than the buffer has for it, a buffer of another length. Bytes moved at least: one
-read and one write of every element that is kept; none for a value gathered alone, or on one rank. One launch copies all
+Errors: a shape with more elements than the buffer has for it, a buffer of the wrong length. Bytes moved at least: one
+read and one write of every element but padding; none for a value gathered alone, or on one rank. One launch copies all
 values. It is needed where a gather cannot write its values in place.
 """
 

@@ -251,7 +251,7 @@ def test_a_random_draw_for_a_value_that_is_not_sharded_is_refused():
 
 def test_wrong_options_are_refused():
     mesh = zt.AbstractMesh(dp=2)
-    with pytest.raises(ValueError, match="axis='tp' is no axis of the mesh, which has 'dp'"):
+    with pytest.raises(ValueError, match="axis='tp' is not an axis of the mesh, which has 'dp'"):
         zt.shard_params(mesh, axis="tp")
     with pytest.raises(ValueError, match="stage=4"):
         zt.shard_params(mesh, stage=4)
@@ -271,7 +271,7 @@ def test_pmean_over_another_axis_is_refused():
     def reduces(state, batch):
         return state, zt.pmean(batch[0].sum(), "tp")
 
-    with pytest.raises(ValueError, match="pmean over 'tp', which is none of its axes") as e:
+    with pytest.raises(ValueError, match="pmean over 'tp', which is not one of its axes") as e:
         lower(reduces)
     assert line("reduces", "zt.pmean") in str(e.value)
 

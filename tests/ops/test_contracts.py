@@ -248,7 +248,7 @@ WRONG = {
     ),
     "gather": (
         lambda: ops.all_gather(MEMORY, [torch.ones(300)], [300]),
-        "1200 bytes are read of a buffer of 1024",
+        "reads 1200 bytes from a buffer of 1024",
     ),
     "gather dtypes": (
         lambda: ops.all_gather(MEMORY, [X, X.half()], [4, 4]),

@@ -211,7 +211,7 @@ def test_an_unknown_file_ending_is_refused(simulated, tmp_path):
         simulated.save(tmp_path / "step.gif")
     assert (
         str(caught.value)
-        == f"save: {str(tmp_path / 'step.gif')!r} ends in none of .html, .png, .svg, .pdf."
+        == f"save: {str(tmp_path / 'step.gif')!r} does not end in one of .html, .png, .svg, .pdf."
     )
 
 

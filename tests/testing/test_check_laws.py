@@ -177,7 +177,7 @@ class _NoValue(zt.Transform):
 def test_a_transform_that_is_no_value_is_found():
     with pytest.raises(
         zt.testing.LawError,
-        match=r"no_value\(.*\) is no value: it must be equal to a copy of itself",
+        match=r"no_value\(.*\) is not a value: it must be equal to a copy of itself",
     ):
         check(_NoValue())
 

@@ -423,7 +423,7 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
 
     with pytest.raises(
         ValueError,
-        match=r"accumulate: the update reads .* is no gradient: it has no mean.\n  at .*test_accumulate.py",
+        match=r"accumulate: the update reads .* is not a gradient: it has no mean.\n  at .*test_accumulate.py",
     ):
         zt.accumulate(2)(step).lower(new_state(), *batch())
 
@@ -433,7 +433,7 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
 
     with pytest.raises(
         ValueError,
-        match=r"accumulate: the step returns sum.*is a scalar that is no float(.|\n)*Return a mean, such as an accuracy, as a float",
+        match=r"accumulate: the step returns sum.*is a scalar that is not a float(.|\n)*Return a mean, such as an accuracy, as a float",
     ):
         zt.accumulate(2)(count).lower(new_state(), *batch())
 
@@ -443,7 +443,7 @@ def test_a_value_of_one_micro_batch_in_the_update_is_an_error():
 
     with pytest.raises(
         ValueError,
-        match=r"the step returns pmean.*is no float: it has no mean(.|\n)*zt.pmean\(x.float\(\)\)",
+        match=r"the step returns pmean.*is not a float: it has no mean(.|\n)*zt.pmean\(x.float\(\)\)",
     ):
         zt.accumulate(2)(averaged_count).lower(new_state(), *batch())
 

@@ -336,7 +336,7 @@ def test_an_axis_over_which_nothing_is_reduced_is_a_warning(step, options, warns
 
 
 def test_independent_axes_are_axes_of_the_mesh():
-    with pytest.raises(ValueError, match="independent_axis='pp' is no axis of the mesh"):
+    with pytest.raises(ValueError, match="independent_axis='pp' is not an axis of the mesh"):
         zt.shard_params(HOSTS, independent_axis="pp")
 
 
@@ -351,9 +351,9 @@ def test_a_second_transform_for_other_leaves_is_refused():
 
 
 @pytest.mark.parametrize("options, text", [
-    ({"axis": ("dp", "tp")}, r"axis=\('dp', 'tp'\) is no axis of the mesh, which has 'dp', 'ep'"),
+    ({"axis": ("dp", "tp")}, r"axis=\('dp', 'tp'\) is not an axis of the mesh, which has 'dp', 'ep'"),
     ({"axis": ("dp", "ep"), "replicate_axis": "ep"}, r"replicate_axis is the sharded axis, \('dp', 'ep'\)"),
-    ({"axis": lambda path, leaf: "pp"}, r"axis\('params.dense', leaf\)='pp' is no axis of the mesh"),
+    ({"axis": lambda path, leaf: "pp"}, r"axis\('params.dense', leaf\)='pp' is not an axis of the mesh"),
 ])  # fmt: skip
 def test_wrong_axes_are_refused(options, text):
     with pytest.raises(ValueError, match=text):

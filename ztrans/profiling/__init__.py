@@ -1,1 +1,1 @@
-"""Measure a step as it runs, and fit the costs that planning uses to the measurements."""
+"""Measure steps and machines, and fit the costs of planning to the measurements."""

@@ -35,17 +35,18 @@ from ..runtime.process_groups import Channel, host_name
 from ..runtime.transport import side_streams, start_module
 from .link_fit import Sample, fit
 
-# What carries a message, by the name of its transport; NCCL carries all others.
+# The carrier of a message, by the name of its transport. NCCL carries all other messages.
 _CARRIERS = {"symmetric": "kernel", "copied": "copies"}
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# The bytes that a rank receives: 4 KiB to 256 MiB, between CPUs to 16 MiB.
+# The bytes that a rank receives: 4 KiB to 256 MiB.
 _SIZES = tuple(4096 * 4**k for k in range(9))
+# The most bytes between CPUs: 16 MiB.
 _LARGEST = 2**24
 # The bytes of a back-to-back series of messages on a GPU.
 _SERIES = 2**28
-# After a message that takes so many seconds, no larger one is timed.
+# No larger message is timed after one that takes longer than this, in seconds.
 _ENOUGH = 0.1
-# The seconds for which one size is timed, and for which matmuls run during a gather.
+# The seconds spent on timing one size, and on running matmuls during a gather.
 _BURST = 0.25
 
 StartMessage = Callable[[], Future]
@@ -54,9 +55,9 @@ StartMessage = Callable[[], Future]
 def calibrate(mesh: DeviceMesh) -> Cluster:
     """Measure this machine: rates of products and attention, memory bandwidth, launches, and the link of every axis.
 
-    All ranks must call it. All get the same `Cluster`, which the first rank has measured. No measurement shows which
-    axes share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
-    "local". If several neighbours on an axis are on each host, the link between these is measured too.
+    All ranks must call it. All get the same `Cluster`, as measured by the first rank. No measurement shows which axes
+    share a wire. So all axes whose groups span several hosts get a link named "network", and all others one named
+    "local". If each host has several neighbours on an axis, the link between these is measured too.
 
     Args:
         mesh: the mesh, whose process groups send the messages.
@@ -84,13 +85,13 @@ def calibrate(mesh: DeviceMesh) -> Cluster:
             continue
         axis_links += _measure_links(axis, mesh, device, hosts)
 
-    sharing = list(hosts.values()).count(hosts[dist.get_rank()])
-    mine = Cluster(_measure_device(device, sharing), tuple(axis_links))
-    return from_first(mine, mesh)
+    ranks_on_host = list(hosts.values()).count(hosts[dist.get_rank()])
+    cluster = Cluster(_measure_device(device, ranks_on_host), tuple(axis_links))
+    return from_first(cluster, mesh)
 
 
 def _link_name(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> str:
-    """The name of the link of an axis, by whether a group of it spans several hosts."""
+    """The name of the link of an axis: "network" if a group of the axis spans several hosts, else "local"."""
     for group in groups_along(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
         hosts_of_group = {hosts[rank] for rank in group}
         if len(hosts_of_group) > 1:
@@ -104,7 +105,7 @@ def _measure_links(
     device: torch.device,
     hosts: Mapping[int, tuple[str, ...]],
 ) -> list[tuple[str, Link]]:
-    """The link of an axis, and that between the neighbours of a host, if these are some of its ranks."""
+    """The link of an axis, and the link between the neighbours on a host if the axis has more ranks than these."""
     local = _neighbours_on_host(axis, mesh, hosts)
     link = _measure_link(_link_name(axis, mesh, hosts), axis, mesh, device)
     links = [(axis, dataclasses.replace(link, local=local))]
@@ -115,7 +116,7 @@ def _measure_links(
 
 
 def _neighbours_on_host(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[str, ...]]) -> int:
-    """How many neighbours on an axis each host has; 1 if not every host has as many."""
+    """The number of neighbours on an axis that each host has; 1 if hosts have different numbers."""
     by_group = []
     for group in groups_along(mesh.mesh, mesh.mesh_dim_names or (), [axis]):
         by_group.append(hosts_of([hosts[rank] for rank in group]))
@@ -123,13 +124,13 @@ def _neighbours_on_host(axis: str, mesh: DeviceMesh, hosts: Mapping[int, tuple[s
     return on_hosts.local if on_hosts.even else 1
 
 
-def _measure_device(device: torch.device, sharing: int) -> Device:
+def _measure_device(device: torch.device, ranks_on_host: int) -> Device:
     """Measure this rank's processor, while the other ranks measure theirs.
 
-    `sharing` is the number of ranks of this host, which share its memory if they are CPUs.
+    The `ranks_on_host` share the host's memory if they run on CPUs.
     """
     flops = _measure_rates(device)
-    # More than the caches hold.
+    # More elements than fit in the caches.
     elements = 1 << (24 if device.type == "cpu" else 28)
     big = torch.ones(elements, device=device)
     copy = torch.empty_like(big)
@@ -144,11 +145,11 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
     launch = _median_seconds(launch_many, device) / 1000
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sharing
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_on_host
         return Device(name, flops, bandwidth, launch, memory, gloo=True)
 
     module = torch.get_device_module(device)
-    # Additions of one element take the host longer than the GPU, so the loop has measured the host.
+    # Adding one element takes the host longer than the GPU, so the loop has measured the host.
     return dataclasses.replace(
         GPU,
         name=module.get_device_name(),
@@ -160,16 +161,16 @@ def _measure_device(device: torch.device, sharing: int) -> Device:
 
 
 def _measure_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
-    """The FLOP/s of this processor, by the names that `Device.flops` has.
+    """The FLOP/s of this processor, by the names of `Device.flops`.
 
-    Tensor cores compute TF32 at half the rate of bf16, and fp8 at twice that rate, as data sheets say.
+    According to data sheets, tensor cores compute TF32 at half the rate of bf16, and fp8 at twice that rate.
     """
     rates = {}
     with _without_tf32():
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             rates[DTYPES[dtype]] = _product_rate(dtype, device)
     if device.type == "cpu":
-        return tuple(rates.items())  # its attention is as fast as other products
+        return tuple(rates.items())  # on a CPU, attention is as fast as other products
 
     rates["tf32"] = 0.5 * rates["bf16"]
     rates["f8e4m3"] = 2 * rates["bf16"]
@@ -183,16 +184,16 @@ def _measure_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
 def _without_tf32() -> Iterator[None]:
     """Compute fp32 products in fp32, whatever the user has set."""
     settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
+    user_precision = settings.fp32_precision
     settings.fp32_precision = "ieee"
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        settings.fp32_precision = user_precision
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """The FLOP/s of a product that is large enough: it takes 5 ms."""
+    """The FLOP/s of a product that is large enough to take 5 ms."""
     n = 256
     seconds = 0.0
     while seconds < 5e-3 and n < 8192:
@@ -202,10 +203,10 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _attention_rates(tokens: int, device: torch.device) -> tuple[float, float]:
-    """The FLOP/s of causal attention in bf16 with heads of 128, forward and backward, by the kernel that PyTorch takes.
+    """The FLOP/s of causal attention in bf16 with heads of 128, forward and backward, with the kernel PyTorch chooses.
 
-    The measured rates are divided by the share that so many tokens reach (`attention_share`): they hold for long
-    sequences.
+    The rates hold for long sequences: each is the measured one divided by the share of it that this number of tokens
+    reaches (`attention_share`).
     """
     heads, width = 32, 128
     shape = (1, heads, tokens, width)
@@ -261,17 +262,17 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     on_cpu = device.type == "cpu"
     streams = side_streams(mesh)
     samples: list[Sample] = []
-    carried_by: dict[str, str] = {}  # of the largest messages
+    carriers: dict[str, str] = {}  # by kind, for the largest messages
     gather_seconds_per_byte = 0.0
     for kind in _KINDS:
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
             start_message, received, carrier = _collective(kind, size, queue, mesh, streams)
-            carried_by[kind] = carrier
+            carriers[kind] = carrier
             time_message = functools.partial(_message_seconds, start_message, size, device)
-            time_message()
-            # The slowest of all ranks, so that all of them take the same decisions.
+            time_message()  # a warm-up
+            # The time of the slowest rank, so that all ranks take the same decisions.
             slowest = max(everywhere(time_message(), mesh))
             # Each collective waits for all ranks, so they need no other synchronisation.
             count = max(3, min(15, int(_BURST / slowest)))
@@ -282,9 +283,9 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
             if slowest > _ENOUGH:
                 break
 
-    guess = Link(name, 1e-4, 1e9, includes_packing=True, carried_by=tuple(carried_by.items()))
+    guess = Link(name, 1e-4, 1e9, includes_packing=True, carried_by=tuple(carriers.items()))
     if on_cpu:
-        # The messages of gloo take compute. A gather of a quarter of a second shows how much.
+        # Messages of gloo take compute. A gather of a quarter of a second shows how much.
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
         start_message, received, _ = _collective("all_gather", size, queue, mesh, streams)
         byte_overhead = (
@@ -298,7 +299,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
 def _message_seconds(start_message: StartMessage, size: int, device: torch.device) -> float:
     """The seconds of one message.
 
-    On a GPU it is one of a back-to-back series, because a step also launches a message before the last one is done.
+    On a GPU it is one of a back-to-back series, because a step too launches a message before the last one is done.
     """
     if device.type == "cpu":
         return _seconds(lambda: _wait(start_message()), device)
@@ -314,10 +315,10 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
 def _collective(
     kind: str, size: int, queue: Channel, mesh: DeviceMesh, streams: Streams | None
 ) -> tuple[StartMessage, int, str]:
-    """A function that starts a collective, the bytes that a rank receives in it, about `size`, and what carries it."""
+    """A function that starts a collective, the bytes that a rank receives (about `size`), and the carrier."""
     n = queue.group.size()
     sizes = {"axis": n}
-    # In an all_reduce each part passes twice: once to be summed, and once as a sum.
+    # In an all_reduce each part crosses twice: once to be summed, and once as a sum.
     passes = 2 if kind == "all_reduce" else 1
     elements = n * max(1, size // 4 // (n - 1) // passes)
     split = Split("axis")
@@ -349,36 +350,36 @@ def _wait(future: Future) -> None:
 
 
 def _start_seconds(queue: Channel, mesh: DeviceMesh) -> float:
-    """The seconds that it takes a CPU to start the smallest message."""
+    """The seconds a CPU needs to start the smallest message."""
     start_message, *_ = _collective("all_gather", _SIZES[0], queue, mesh, None)
     begin = time.perf_counter()
     future = start_message()
-    took = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     _wait(future)
-    return took
+    return seconds
 
 
 def _compute_lost(start_message: StartMessage, mesh: DeviceMesh, device: torch.device) -> float:
-    """The seconds of compute that a collective takes from matmuls which run at the same time.
+    """The seconds of compute that a collective takes from matmuls that run at the same time.
 
-    The loss is measured by the wall clock, which also counts the time of other processes, and by the clock of this
-    process. The smaller of the two counts.
+    The loss is measured by the wall clock, which also counts other processes, and by the clock of this process. The
+    result is the smaller of the two.
     """
     run = _matmul(256, torch.float32, device)
 
-    def run_while(goes_on: Callable[[], bool]) -> tuple[int, float, float]:
+    def run_while(is_running: Callable[[], bool]) -> tuple[int, float, float]:
         """The number of matmuls, at least one, and the seconds that they take by both clocks."""
         begin = time.perf_counter()
         begin_process = time.process_time()
         _seconds(run, device)
         count = 1
-        while goes_on():
+        while is_running():
             _seconds(run, device)
             count += 1
         return count, time.perf_counter() - begin, time.process_time() - begin_process
 
     end = time.perf_counter() + _BURST
-    # How many matmuls run in how many seconds without the message.
+    # The matmuls and their seconds without the message.
     usual_count, usual_wall, usual_process = run_while(lambda: time.perf_counter() < end)
 
     # All ranks begin together.

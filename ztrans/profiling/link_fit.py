@@ -1,13 +1,12 @@
-"""The figures of links that explain measured messages best.
+"""Fit the figures of links to measured messages.
 
 A message of kind k takes `latency + bytes / (bandwidth * efficiency[k])`, with one latency for all kinds. The fit
 minimises the error of the logarithm of the duration, so small and large messages have the same weight. Small errors are
-noise, and count squared. Large errors count linearly, so a few messages that were delayed have little weight.
+noise, and count squared. Large errors count linearly, so a few delayed messages have little weight.
 
-The messages of a step queue behind each other and share wires, so the duration of one says little about its link. For
-them, all messages are simulated from the times at which they were issued, and the figures are changed until the
-simulated messages end when the measured ones did. The costs of sending and of unpacking a message are fitted to the
-seconds of compute that these took.
+The messages of a step queue up and share wires, so the duration of one says little about its link. Instead, the fit
+simulates all of them from the times at which they were issued, and changes the figures until the simulated messages end
+when the measured ones did. The costs of sending and of unpacking a message are fitted to measured seconds of compute.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from ..planning.cluster import Link
 from ..planning.network import Message
 from ..planning.play import play
 
-# The weight of each initial figure, in messages. The messages of a step may be of one size, which cannot separate
-# latency from bandwidth, so there earlier figures weigh more.
+# The weight of each initial figure, in messages. It is higher in a step, whose messages may all have one size, which
+# cannot separate latency from bandwidth.
 _PRIOR = 0.02
 _PRIOR_IN_STEP = 0.3
 # Errors of a logarithm below this count squared.
 _NOISE = 0.25
-# The most Newton steps, and how often a step that does not reduce the loss is halved.
+# The most Newton steps, and the most halvings of a step that does not reduce the loss.
 _STEPS = 60
 _HALVINGS = 8
 # Kinds whose bandwidths differ by a smaller share than this get the same bandwidth.
-_ALIKE = 0.05
-# Messages of a step that are simulated: the first ones suffice.
+_SAME_SHARE = 0.05
+# The first messages of a step suffice: at most this many are simulated.
 _MOST = 300
-# The seconds that it takes to issue a message, and to notice that it is done.
+# The seconds to issue a message, and to notice that it is done.
 _ISSUE = 50e-6
 
 
@@ -54,13 +53,13 @@ class Observed(NamedTuple):
     """One measured message of a step. All times are in seconds.
 
     Attributes:
-        axis, ranks: the mesh axis, and how many ranks it has.
-        kind: of the collective.
+        axis, ranks: the mesh axis, and its number of ranks.
+        kind: the kind of collective.
         received: the bytes that a rank received.
         lane: the queue of its communicator.
-        issued, done: when it was issued, and when it was done.
-        spent: how long it took to issue it.
-        unpacked: how long it took to turn its bytes into values.
+        issued, done: the times when it was issued, and when it was done.
+        spent: the duration of issuing it.
+        unpacked: the duration of turning its bytes into values.
     """
 
     axis: str
@@ -77,7 +76,7 @@ class Observed(NamedTuple):
 def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
     """`link` with the latency, bandwidth and efficiencies that explain `samples` best.
 
-    Figures that the samples do not determine stay as they were: the bandwidth if all samples are small, and always
+    Figures that the samples do not determine keep their values: the bandwidth if all samples are small, and always
     `hop`, `overhead`, `byte_overhead` and `unpack`.
 
     >>> wire = Link("wire", latency=1e-4, bandwidth=1e9)
@@ -93,22 +92,25 @@ def fit(link: Link, samples: Sequence[Sample], ranks: int) -> Link:
         (new_link,) = figures.links_with(values.tolist())
         durations = []
         for sample in samples:
-            latency, seconds = new_link.seconds(sample.kind, sample.received, ranks)
-            durations.append(latency + seconds)
+            latency, transfer = new_link.seconds(sample.kind, sample.received, ranks)
+            durations.append(latency + transfer)
         return durations
 
-    took = [sample.seconds for sample in samples]
-    (fitted,) = figures.links_with(solve(predict, took, figures.start))
-    efficiency = [(kind, share) for kind, share in fitted.efficiency if abs(share - 1) > _ALIKE]
-    return dataclasses.replace(fitted, efficiency=tuple(efficiency))
+    seconds = [sample.seconds for sample in samples]
+    (fitted_link,) = figures.links_with(solve(predict, seconds, figures.start))
+    efficiency = []
+    for kind, share in fitted_link.efficiency:
+        if abs(share - 1) > _SAME_SHARE:
+            efficiency.append((kind, share))
+    return dataclasses.replace(fitted_link, efficiency=tuple(efficiency))
 
 
 def fit_to_step(
     links: Sequence[tuple[str, Link]], observed: Sequence[Observed]
 ) -> tuple[tuple[str, Link], ...]:
-    """`links` with the latency, bandwidth and efficiencies with which simulated messages end closest to `observed`.
+    """`links` with the latency, bandwidth and efficiencies that make simulated messages end closest to `observed`.
 
-    Figures that the messages do not determine stay as they were, and so do `hop`, `overhead`, `byte_overhead` and
+    Figures that the messages do not determine keep their values, and so do `hop`, `overhead`, `byte_overhead` and
     `unpack`.
 
     >>> slow = [Observed("dp", 2, "all_gather", 10**6, "dp gather", k * 0.5, k * 0.5 + 0.1) for k in range(3)]
@@ -120,26 +122,26 @@ def fit_to_step(
     axes = [axis for axis, _ in links]
     kinds = [(axes.index(message.axis), message.kind) for message in observed]
     figures = Figures([link for _, link in links], kinds)
-    # From figures that are far too fast, no step shows a direction: all messages end as soon as they are issued. So the
-    # fit is tried from slow figures too.
+    # If the figures are far too fast, all messages end as soon as they are issued, and the loss has no slope. So the
+    # fit also starts from slow figures.
     slow = Figures([_slowed(link, axis, observed) for axis, link in links], kinds)
 
     def predict(values: np.ndarray) -> list[float]:
         new_links = dict(zip(axes, figures.links_with(values.tolist())))
         return _simulated_seconds(new_links, observed)
 
-    took = [max(message.done - message.issued, 0.0) + _ISSUE for message in observed]
-    fitted = solve(predict, took, figures.start, _PRIOR_IN_STEP, slow.start)
-    return tuple(zip(axes, figures.links_with(fitted)))
+    seconds = [max(message.done - message.issued, 0.0) + _ISSUE for message in observed]
+    values = solve(predict, seconds, figures.start, _PRIOR_IN_STEP, slow.start)
+    return tuple(zip(axes, figures.links_with(values)))
 
 
 def _slowed(link: Link, axis: str, observed: Sequence[Observed]) -> Link:
-    """`link` with the bandwidth at which the largest message moved, if no other message used the wire."""
+    """`link` with the bandwidth of the largest message, as if no other message had used the wire."""
     largest = (0, 0.0)  # its bytes and its seconds
     for message in observed:
-        took = message.done - message.issued
-        if message.axis == axis and took > 0:
-            largest = max(largest, (message.received, took))
+        duration = message.done - message.issued
+        if message.axis == axis and duration > 0:
+            largest = max(largest, (message.received, duration))
     received, seconds = largest
     return dataclasses.replace(link, bandwidth=received / seconds) if received else link
 
@@ -158,9 +160,9 @@ def _simulated_seconds(links: Mapping[str, Link], observed: Sequence[Observed]) 
 
 
 def with_send_cost(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
-    """`link` with the `overhead` and `byte_overhead` that explain best how much compute it took to send messages.
+    """`link` with the `overhead` and `byte_overhead` that best explain the compute spent on sending messages.
 
-    Each message is a pair of its bytes and the seconds of compute that it took.
+    Each message is a pair: its bytes, and the seconds of compute that it took.
 
     >>> fitted = with_send_cost(Link("wire", 1e-4, 1e9), [(n, 2e-4 + n / 1e9) for n in (1e3, 1e5, 1e6)])
     >>> f"{fitted.overhead:.0e} s, {fitted.byte_overhead:.0e} s/B"
@@ -171,7 +173,7 @@ def with_send_cost(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
         return link
     received, seconds = np.array(messages).T
     start = [max(link.overhead, 1e-6), max(link.byte_overhead, 1e-12)]
-    # Half of the time for the calls, and half of it for the bytes.
+    # The second start gives half of the time to the calls, and half of it to the bytes.
     halves = [seconds.mean() / 2, seconds.sum() / received.sum() / 2]
 
     def predict(figures: np.ndarray) -> np.ndarray:
@@ -182,17 +184,18 @@ def with_send_cost(link: Link, messages: Sequence[tuple[float, float]]) -> Link:
 
 
 def with_unpack_cost(link: Link, messages: Sequence[tuple[str, float, float]]) -> Link:
-    """`link` with the `unpack` of each kind: the seconds that it takes to turn a received byte into values.
+    """`link` with the `unpack` of each kind: the seconds per received byte to turn bytes into values.
 
-    Each message has its kind, its bytes, and the seconds that it took to turn them into values.
+    Each message has its kind, its bytes, and the seconds to turn them into values.
 
     >>> with_unpack_cost(Link("wire", 1e-4, 1e9), [("all_gather", 1e6, 1e-3), ("all_gather", 3e6, 7e-3)]).unpack
     (('all_gather', 2e-09),)
     """
     by_kind = grouped((kind, (received, seconds)) for kind, received, seconds in messages)
     rates = dict(link.unpack)
-    for kind, of_kind in by_kind.items():
-        received, seconds = map(sum, zip(*of_kind))
+    for kind, kind_messages in by_kind.items():
+        received = sum(n for n, _ in kind_messages)
+        seconds = sum(duration for _, duration in kind_messages)
         if received > 0:
             rates[kind] = seconds / received
     return dataclasses.replace(link, unpack=tuple(sorted(rates.items())))
@@ -202,22 +205,22 @@ class Figures:
     """The figures of links that messages determine, as one vector.
 
     For each link with messages these are its latency, its bandwidth, and the efficiencies of all kinds but the first.
-    The bandwidth is that of gathers; without gathers, that of the first kind.
+    The first kind is the gather if there is one. The bandwidth is the bandwidth of the first kind.
     """
 
     def __init__(self, links: Sequence[Link], messages: Sequence[tuple[int, str]]) -> None:
         """Each message has the index of its link, and its kind."""
         self.links = links
         self.kinds: list[list[str]] = []
-        of_links = grouped(messages)
+        kinds_by_link = grouped(messages)
         for i in range(len(links)):
-            kinds = sorted(set(of_links.get(i, ())))
+            kinds = sorted(set(kinds_by_link.get(i, ())))
             kinds.sort(key=lambda kind: kind != "all_gather")
             self.kinds.append(kinds)
 
     @property
     def start(self) -> list[float]:
-        """The figures that the links have."""
+        """The present figures of the links."""
         values: list[float] = []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
@@ -227,15 +230,15 @@ class Figures:
         return values
 
     def links_with(self, values: Sequence[float]) -> list[Link]:
-        """The links with the figures `values`."""
-        rest = iter(values)
+        """The links with `values` as their figures."""
+        remaining = iter(values)
         new_links = []
         for link, kinds in zip(self.links, self.kinds):
             if kinds:
-                link = dataclasses.replace(link, latency=next(rest), bandwidth=next(rest))
+                link = dataclasses.replace(link, latency=next(remaining), bandwidth=next(remaining))
                 efficiency = dict(link.efficiency)
                 for kind in kinds[1:]:
-                    efficiency[kind] = next(rest)
+                    efficiency[kind] = next(remaining)
                 link = dataclasses.replace(link, efficiency=tuple(sorted(efficiency.items())))
             new_links.append(link)
         return new_links
@@ -243,43 +246,46 @@ class Figures:
 
 def solve(
     predict: Callable[[np.ndarray], ArrayLike],
-    took: Sequence[float],
+    durations: Sequence[float],
     start: Sequence[float],
     prior: float = _PRIOR,
     second_start: Sequence[float] = (),
 ) -> list[float]:
-    """Find the positive figures whose predictions are closest to `took`, by damped Newton steps in their logarithms.
+    """Find the positive figures that predict `durations` best, by damped Newton steps in their logarithms.
 
     Args:
-        predict: the durations of the messages, given the figures.
-        took: the measured durations.
+        predict: returns the durations of the messages, given the figures.
+        durations: the measured durations of the messages.
         start: the initial figures.
         prior: the weight of each initial figure, in messages.
-        second_start: other initial figures. If `start` is so far off that no message shows a direction, the steps from
-            here may succeed; the better result is returned.
+        second_start: other initial figures. If `start` is so far off that the loss has no slope, the steps from here
+            may succeed. The better result is returned.
 
     >>> [round(x, 1) for x in solve(lambda x: [x[0], x[0] * x[1]], [3.0, 6.0], [1.0, 1.0])]
     [3.0, 2.0]
     """
     if not start:
         return []
-    first = np.log(start)
-    log_took = np.log(took)
+    log_start = np.log(start)
+    log_durations = np.log(durations)
 
     def error(figures: np.ndarray) -> np.ndarray:
-        return np.log(predict(np.exp(figures))) - log_took
+        return np.log(predict(np.exp(figures))) - log_durations
 
     def loss(figures: np.ndarray, errors: np.ndarray) -> float:
-        return _size(errors) + prior * _size(figures - first)
+        return _loss(errors) + prior * _loss(figures - log_start)
 
     def newton_step(figures: np.ndarray, errors: np.ndarray) -> np.ndarray:
         """Each loss is replaced by a parabola with the same slope, as in iteratively reweighted least squares."""
-        directions = np.eye(len(figures))
-        slope = np.stack([(error(figures + 1e-3 * each) - errors) / 1e-3 for each in directions])
+        slopes = []
+        for direction in np.eye(len(figures)):
+            slopes.append((error(figures + 1e-3 * direction) - errors) / 1e-3)
+        slope = np.stack(slopes)
         weight = 1 / np.maximum(np.abs(errors), _NOISE)
-        prior_weight = prior / np.maximum(np.abs(figures - first), _NOISE)
-        gradient = slope @ (weight * errors) + prior_weight * (figures - first)
+        prior_weight = prior / np.maximum(np.abs(figures - log_start), _NOISE)
+        gradient = slope @ (weight * errors) + prior_weight * (figures - log_start)
         curvature = (slope * weight) @ slope.T + np.diag(prior_weight)
+        # In one step a figure changes by a factor of e at most.
         return np.clip(np.linalg.solve(curvature, gradient), -1, 1)
 
     def descend(figures: np.ndarray) -> tuple[float, list[float]]:
@@ -304,7 +310,7 @@ def solve(
     return best
 
 
-def _size(errors: np.ndarray) -> float:
+def _loss(errors: np.ndarray) -> float:
     """The loss of errors: quadratic below `_NOISE`, linear above."""
     errors = np.abs(errors)
     return np.where(errors < _NOISE, errors**2 / _NOISE, 2 * errors - _NOISE).sum()

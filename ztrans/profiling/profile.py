@@ -1,7 +1,7 @@
-"""A measured step as a timeline, and the speeds of the cluster that follow from it.
+"""Measure a step as a timeline, and derive the speeds of the cluster from it.
 
-The clock is read in the generated code of the program: after every equation, when a collective is started, when it is
-done, and when the first wait for it returns. The lifetimes of values are the same as in the code without readings.
+The generated code of the program reads the clock after every equation, when a collective is started, when it is done,
+and when the first wait for it returns. Values live as long as in the code without readings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Profile:
 
     Attributes:
         timeline: when every operation and message ran.
-        seconds_by_signature: the duration of each kind of operation, by its `durations.signature`. That of a collective
-            is the time to pack and start it; with " wait" after it, the time to turn the received bytes into values.
+        seconds_by_signature: the duration of each kind of operation, by its `durations.signature`. For a collective it
+            is the time to pack and start it; for its signature plus " wait", the time to turn the received bytes into
+            values.
         messages: the messages of each recorded step.
     """
 
@@ -67,36 +68,37 @@ class Profile:
         """`base` with the measured durations of operations, and with links fitted to the measured messages."""
         axes = {axis for axis, _ in base.links}
         axis_links = base.links_with_neighbours
-        usual = []
-        for same in zip(*self.messages):
-            axis = same[0].axis
+        typical_messages = []
+        for observations in zip(*self.messages):
+            axis = observations[0].axis
             is_known = axis in axes or axes.issuperset(members(axis))
             if not is_known:
                 continue  # an axis of the step's own collectives, which no plan moves
-            usual.append(_combined(same, median))
+            typical_messages.append(_combined(observations, median))
             # The fit of a joint axis begins with the link of its slowest member.
             axis_links[axis] = base.link(axis)
 
         links = []
-        for axis, link in fit_to_step(tuple(axis_links.items()), usual):
-            on_axis = [message for message in usual if message.axis == axis]
+        for axis, link in fit_to_step(tuple(axis_links.items()), typical_messages):
+            on_axis = [message for message in typical_messages if message.axis == axis]
             if on_axis:
-                # The figures are those of whole messages, in all levels.
+                # The fitted figures cover whole messages, with packing and all levels.
                 link = dataclasses.replace(link, includes_packing=True, inside=None)
             link = with_send_cost(link, [(m.received, m.spent) for m in on_axis])
             link = with_unpack_cost(link, [(m.kind, m.received, m.unpacked) for m in on_axis])
             links.append((axis, link))
 
-        # What messages take from the processor is part of the durations of operations.
+        # The measured durations of operations include the compute that messages take.
         device = dataclasses.replace(base.device, lost_beside=())
         cluster = dataclasses.replace(base, device=device, links=tuple(links))
         return cluster.with_measured(self.seconds_by_signature)
 
     def of_plan(self, planned: Graph, as_run: Graph) -> Profile:
-        """This profile with durations for the equations of the plan, although some run in another form.
+        """This profile with a duration for every equation of the plan, although some run in another form.
 
-        An operation may run with a number in place of a scalar (see `ir.number_operands`): the equation that binds the
-        same value gives its duration. Equations that became part of another call, or arithmetic on numbers, take none.
+        An operation may run with a number instead of a scalar (see `ir.number_operands`). Then its duration comes from
+        the equation that binds the same value. Equations that became part of another call, or arithmetic on numbers,
+        take no time.
         """
         run_as = producers(as_run.eqns)
         waits = pair(planned).waits
@@ -115,37 +117,39 @@ class Profile:
         return dataclasses.replace(self, seconds_by_signature=by_signature)
 
     def agreed(self, mesh: DeviceMesh) -> Profile:
-        """This profile with durations that are the same on every rank, for planning. The timeline stays this rank's.
+        """This profile with the same durations on every rank, for planning. The timeline stays this rank's own.
 
-        The durations of operations are those of the rank that computes longest, because the others wait for it. A
-        message is issued when the last rank has issued it, and done when it is done on all ranks: the last rank to
-        start a message may receive its bytes at once, while the others have waited for it, so no single rank can tell
-        how long it takes. All ranks must call this.
+        Operations take as long as on the rank that computes longest, because the others wait for it. A message counts
+        as issued when the last rank has issued it, and as done when it is done on all ranks. No single rank can tell
+        how long it takes: the last rank to start it may receive its bytes at once, while the others have waited for it.
+        All ranks must call this.
         """
         if mesh.size() == 1:
             return self
-        mine = self.timeline.compute, dict(self.seconds_by_signature), self.messages
-        by_rank = everywhere(mine, mesh)
-        _, seconds_of_slowest, _ = max(by_rank, key=lambda of_rank: of_rank[0])
-        messages_by_rank = [messages for _, _, messages in by_rank]
+        summary = self.timeline.compute, dict(self.seconds_by_signature), self.messages
+        summaries = everywhere(summary, mesh)
+        _, seconds_of_slowest, _ = max(summaries, key=lambda summary: summary[0])
+        messages_by_rank = [messages for _, _, messages in summaries]
         steps = []
         for step_by_rank in zip(*messages_by_rank):
-            steps.append(tuple(_combined(same, max) for same in zip(*step_by_rank)))
+            steps.append(tuple(_combined(observations, max) for observations in zip(*step_by_rank)))
         return dataclasses.replace(
             self, seconds_by_signature=seconds_of_slowest, messages=tuple(steps)
         )
 
 
-def _combined(same: Sequence[Observed], moment: Callable[[Iterable[float]], float]) -> Observed:
+def _combined(
+    observations: Sequence[Observed], combine: Callable[[Iterable[float]], float]
+) -> Observed:
     """One message from several observations of it.
 
-    `moment` combines the times of issue, and those of the end. All durations are medians.
+    `combine` applies to the times of issue and to the times of the end. All durations are medians.
     """
-    return same[0]._replace(
-        issued=moment(message.issued for message in same),
-        done=moment(message.done for message in same),
-        spent=median(message.spent for message in same),
-        unpacked=median(message.unpacked for message in same),
+    return observations[0]._replace(
+        issued=combine(message.issued for message in observations),
+        done=combine(message.done for message in observations),
+        spent=median(message.spent for message in observations),
+        unpacked=median(message.unpacked for message in observations),
     )
 
 
@@ -163,7 +167,7 @@ def profile(
         program: its FX module on this rank.
         inputs: its flat local inputs. The state among them is donated, and advances by `steps` steps.
         steps: the number of steps.
-        prepare: returns the inputs of the program from `inputs`, before each step. It runs all micro-batches but the
+        prepare: makes the inputs of the program from `inputs`, before each step. It runs all micro-batches but the
             last, which is recorded, and then waits for all ranks, so that times since the start of a step are
             comparable between ranks. It starts the gathers that the program carries.
 
@@ -178,7 +182,7 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"profile: {steps} steps; at least one is needed.")
-    # Some of the state of a step on a GPU may be on the CPU.
+    # A step on a GPU may keep some of its state on the CPU.
     device = "cpu"
     for tensor in inputs:
         if tensor.device.type != "cpu":
@@ -187,12 +191,12 @@ def profile(
     module: Any = recorded(program)
     run = bind(graph, module)
     runs = []
-    with _watching() as watchers:
+    with _lane_watchers() as watchers:
         for _ in range(steps):
             module.record = Record(device, watchers)
             outputs = run(prepare(inputs))
             runs.append(module.record.times())
-            # The gathers that the program has started for the next step: no step goes on with them.
+            # No next step uses the gathers that the program has started for it.
             for member in outputs[len(outputs) - graph.carried :]:
                 wait(member)
     return Profile(
@@ -202,8 +206,8 @@ def profile(
     )
 
 
-class _Ended:
-    """Work that has been waited for."""
+class _FinishedWork:
+    """Work that is done, so that nothing waits for it."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -230,8 +234,8 @@ class Times(NamedTuple):
 class Record:
     """The readings of one run.
 
-    On a CPU they are times. On a GPU they are events, which are compared after the run. They are on the current stream,
-    except for the end of a collective, which is an event on the stream of its lane.
+    On a CPU readings are times. On a GPU they are events, which are compared after the run: on the stream of its lane
+    for the end of a collective, on the current stream for all others.
     """
 
     def __init__(self, device: str, watchers: Mapping[str, ThreadPoolExecutor]) -> None:
@@ -240,7 +244,7 @@ class Record:
         self.marks: list[Any] = []
         self.started: list[Any] = []
         self.done: dict[int, Any] = {}
-        self.watched: list[Future[None]] = []
+        self.watcher_futures: list[Future[None]] = []
         self.arrived: list[Any] = []
 
     def now(self, stream: Any = None) -> Any:
@@ -255,56 +259,56 @@ class Record:
         return event
 
     def mark(self, weights: tuple[int, ...] = (1,)) -> None:
-        """Note that equations have ended, which ran as a single call and share its time by their weights."""
+        """Record the ends of equations that ran as a single call. They share its time by their weights."""
         end = self.now()
         last_mark = self.marks[-1] if self.marks else end
-        for passed in itertools.accumulate(weights[:-1]):
+        for weight_so_far in itertools.accumulate(weights[:-1]):
             if self.device == "cpu":
-                self.marks.append(last_mark + (end - last_mark) * passed / sum(weights))
+                self.marks.append(last_mark + (end - last_mark) * weight_so_far / sum(weights))
             else:
-                # There is no event between two others, so the first equation with a weight has all of the time.
-                self.marks.append(end if passed else last_mark)
+                # An event cannot lie between two others, so the first equation with a weight gets all of the time.
+                self.marks.append(end if weight_so_far else last_mark)
         self.marks.append(end)
 
     def watch(self, members: tuple[Member, ...], lane: str) -> None:
-        """Note that a collective has been started, and arrange for its end to be noted."""
+        """Record the start of a collective, and watch for its end."""
         future = members[0].future
         k = len(self.started)
         self.started.append(self.now())
         if isinstance(future.work, Done):
             self.done[k] = self.now(future.work.lane)
         elif future.work is not None:
-            # Work can be waited for only once: the watcher does, and the program waits for the watcher.
-            watching = self.watchers[lane].submit(self._wait, future.work, k)
-            self.watched.append(watching)
-            future.work = SimpleNamespace(wait=watching.result)
+            # Work can be waited for only once, so the watcher waits for it, and the program for the watcher.
+            watcher_future = self.watchers[lane].submit(self._wait, future.work, k)
+            self.watcher_futures.append(watcher_future)
+            future.work = SimpleNamespace(wait=watcher_future.result)
         else:
-            self.done[k] = self.started[k]  # nothing is under way
+            self.done[k] = self.started[k]  # nothing was sent
 
     def _wait(self, work: Work, k: int) -> None:
-        """Wait for a collective, in the thread of its lane, because sends and receives have no callbacks."""
+        """Wait for a collective in the thread of its lane, because sends and receives have no callbacks."""
         work.wait()
         self.done[k] = self.now()
 
     def block(self, member: Member) -> None:
-        """Wait until a collective is done, and note that, before the program turns the received bytes into values."""
+        """Wait for a collective and record its arrival, before the program turns the received bytes into values."""
         work = member.future.work
         if work is None:
             return  # another member of the bucket has been waited for
         work.wait()
         # The program waits too, and most works can be waited for only once.
-        member.future.work = _Ended()
+        member.future.work = _FinishedWork()
         self.arrived.append(self.now())
 
     def times(self) -> Times:
         """The readings in seconds. Call it right after the run: it reads the clock for the end of the run.
 
-        Raises: the error of a collective that has not ended well.
+        Raises: the error of a failed collective.
         """
         end = self.now()
-        # The watchers may not have noted the last ends. One that has failed raises its error here.
-        for watching in self.watched:
-            watching.result()
+        # The watchers may still be recording the last ends. A failed one raises its error here.
+        for watcher_future in self.watcher_futures:
+            watcher_future.result()
         if self.device != "cpu":
             torch.accelerator.synchronize()
         first = self.marks[0]
@@ -324,14 +328,14 @@ class Record:
 
 
 @contextlib.contextmanager
-def _watching() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
-    """Keep a thread for each lane, which waits for the collectives of that lane one after the other."""
+def _lane_watchers() -> Iterator[Mapping[str, ThreadPoolExecutor]]:
+    """A thread for each lane, which waits for the collectives of that lane one after another."""
     with contextlib.ExitStack() as stack:
         yield defaultdict(lambda: stack.enter_context(ThreadPoolExecutor(1, "ztrans-watcher")))
 
 
 def recorded(program: fx.GraphModule) -> fx.GraphModule:
-    """The same program with readings of the clock, which go to its attribute `record`. Set that before each run."""
+    """The same program with readings of the clock, which go to its attribute `record`. Set it before each run."""
     out = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     record: fx.Node | None = None
@@ -362,28 +366,28 @@ def _attributes(program: fx.GraphModule) -> dict[str, Any]:
 def _medians(runs: Sequence[Times]) -> Times:
     """The median of each reading. Medians keep the order of readings, so the bars of a lane never overlap."""
     return Times(
-        marks=_median_of_each([times.marks for times in runs]),
-        started=_median_of_each([times.started for times in runs]),
-        done=_median_of_each([times.done for times in runs]),
-        arrived=_median_of_each([times.arrived for times in runs]),
+        marks=_elementwise_median([times.marks for times in runs]),
+        started=_elementwise_median([times.started for times in runs]),
+        done=_elementwise_median([times.done for times in runs]),
+        arrived=_elementwise_median([times.arrived for times in runs]),
         end=median(times.end for times in runs),
     )
 
 
-def _median_of_each(readings: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The medians of readings that were taken in every run."""
-    return tuple(median(same) for same in zip(*readings))
+def _elementwise_median(runs: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The median over the runs of each reading."""
+    return tuple(median(readings) for readings in zip(*runs))
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     """A message of a program, and its readings in one run.
 
     Attributes:
         eqn: the equation that sends it.
-        message: the message, as the simulator sees it.
+        message: the message as the simulator sees it.
         received: its bytes.
-        readings: when it was started, when it was done, and when its first wait returned; None for the step's own
-            collectives, of which only the wait shows when they were done, and for gathers that the next step waits for.
+        readings: the times of its start, its end, and the return of its first wait. None for the step's own
+            collectives, whose end shows only in their wait, and for gathers that the next step waits for.
     """
 
     eqn: Eqn
@@ -392,31 +396,31 @@ class _Sent(NamedTuple):
     readings: tuple[float, float, float] | None
 
 
-def _messages(graph: Graph, times: Times) -> list[_Sent]:
+def _messages(graph: Graph, times: Times) -> list[_SentMessage]:
     """The messages of a program with their readings."""
-    # The durations that the cluster gives to messages are not used here, so it may be any cluster.
+    # The cluster only decides the durations of the messages, which are not used here. So any cluster will do.
     all_messages = messages(graph, default_cluster(CPU, graph.axes))
     pairs = pair(graph)
     arrived = dict(zip(_first_waits(pairs), times.arrived))
     readings_of_starts = zip(times.started, times.done)
-    every: list[_Sent] = []
+    sent_messages: list[_SentMessage] = []
     for eqn, message, received in all_messages:
         readings = None
         if eqn in pairs.starts:
             started, done = next(readings_of_starts)
             if message.need in arrived:
                 readings = started, done, arrived[message.need]
-        every.append(_Sent(eqn, message, received, readings))
-    return every
+        sent_messages.append(_SentMessage(eqn, message, received, readings))
+    return sent_messages
 
 
 def _first_waits(pairs: Pairs) -> list[int]:
-    """The places of the first waits for collectives, in order, with those that the step before has started."""
-    return sorted({waited.started.first_wait for waited in pairs.waits.values()})
+    """The places of the first waits for all collectives, in order; the step before may have started some of them."""
+    return sorted({wait.started.first_wait for wait in pairs.waits.values()})
 
 
 def _observed(graph: Graph, times: Times) -> Iterator[Observed]:
-    """The messages that were timed, as the fit of links sees them."""
+    """The timed messages, for the fit of links."""
     for eqn, message, received, readings in _messages(graph, times):
         if readings is None:
             continue
@@ -436,45 +440,45 @@ def _observed(graph: Graph, times: Times) -> Iterator[Observed]:
 
 
 def _timeline(graph: Graph, times: Times) -> Timeline:
-    """A run as a timeline: a bar for each equation, and one for each message, in which compute may wait for it."""
+    """A run as a timeline, with a bar for each equation and each message, and the stalls of compute."""
     begin = list(times.marks[:-1])
     end = list(times.marks[1:])
     bars: list[Event] = []
-    # For each lane, when its last message was done.
-    free: dict[str, float] = {}
+    # For each lane, the end of its last message.
+    lane_end: dict[str, float] = {}
     for eqn, message, received, readings in _messages(graph, times):
         need = message.need
         stall = 0.0
         if readings is not None:
             issue, finish, arrived = readings
-            # Operation `issue - 1` starts the message. The rest of its time is spent on recording.
+            # Operation `issue - 1` starts the message. The rest of its time goes into recording.
             end[message.issue - 1] = issue
             if finish > begin[need]:
                 stall = max(arrived - begin[need], 0.0)
         else:
             issue = end[message.issue - 1]
             finish = times.end
-            # The program need not wait for the step's own collective.
+            # The program may never wait for the step's own collective.
             if need < len(end):
                 finish = end[need]
                 stall = end[need] - begin[need]
         if stall:
-            # The bar of the wait begins when compute goes on.
+            # The bar of the wait begins when compute continues.
             finish = begin[need] + stall
             begin[need] = finish
 
-        # A busy host may notice the end of a message later than that of the next one in its lane.
-        start = max(issue, free.get(message.lane, 0.0))
+        # A busy host may notice the end of a message later than the end of the next one in its lane.
+        start = max(issue, lane_end.get(message.lane, 0.0))
         finish = max(start, finish)
-        free[message.lane] = finish
+        lane_end[message.lane] = finish
         bars.append(Event(message.lane, start, finish - start, eqn, stall, received))
 
     compute = []
-    for eqn, began, ended in zip(graph.eqns, begin, end, strict=True):
-        compute.append(Event(COMPUTE, began, ended - began, eqn))
-    counted = memory(graph)
-    live = tuple(zip(times.marks, counted.live))
-    host = tuple(zip(times.marks, counted.live_on_host))
+    for eqn, start, finish in zip(graph.eqns, begin, end, strict=True):
+        compute.append(Event(COMPUTE, start, finish - start, eqn))
+    usage = memory(graph)
+    live = tuple(zip(times.marks, usage.live))
+    host = tuple(zip(times.marks, usage.live_on_host))
     name = f"{graph.name}, measured"
     limit = graph.hints.memory_limit
     return Timeline(name, times.end, (*compute, *bars), live, limit=limit, host_memory=host)
@@ -483,7 +487,7 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:
     """The signature of each equation and its duration in each run, except for the later waits of each bucket.
 
-    That of a start ends when the collective is issued. That of a wait begins when the bytes have arrived.
+    The duration of a start ends when the collective is issued. The duration of a wait begins when the bytes arrive.
     """
     pairs = pair(graph)
     started = zip(*(times.started for times in runs))
@@ -501,20 +505,20 @@ def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[
                 continue
             key = f"{signature(wait.start, graph)} wait"
             begin = next(arrived)
-        yield key, [later - earlier for earlier, later in zip(begin, end)]
+        yield key, [finish - start for start, finish in zip(begin, end)]
 
 
 def _seconds_by_signature(graph: Graph, runs: Sequence[Times]) -> dict[str, float]:
-    """The duration for each signature: the mean over its equations of their medians over the steps, scaled.
+    """The duration of each signature: the mean over its equations of their medians over the steps, scaled.
 
     A delay, for instance by messages that arrive, hits different equations in each step. The medians of single
     equations omit it, but the median of whole steps includes it. So all means are scaled to add up to the median step.
     """
     durations = list(_durations(graph, runs))
     medians = grouped((key, median(seconds)) for key, seconds in durations)
-    total = sum(map(sum, medians.values()))
+    total = sum(sum(seconds) for seconds in medians.values())
     scale = 1.0
     if total:
-        whole_steps = map(sum, zip(*(seconds for _, seconds in durations)))
-        scale = median(whole_steps) / total
+        seconds_by_step = zip(*(seconds for _, seconds in durations))
+        scale = median(sum(seconds) for seconds in seconds_by_step) / total
     return {key: fmean(seconds) * scale for key, seconds in sorted(medians.items())}

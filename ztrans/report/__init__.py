@@ -1,1 +1,1 @@
-"""What users see: timelines as text, pictures, pages and traces; the progress of a step; and errors."""
+"""Output for users: timelines as text, pictures, pages and traces; the progress of a step; and tracebacks."""

@@ -16,8 +16,8 @@ class Event:
     """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds.
 
     Attributes:
-        bytes: what a message brings.
-        arrives: whether it ends in this step. A message for the next step may arrive there.
+        bytes: the bytes that a message brings.
+        arrives: whether it ends in this step. A message for the next step may arrive in that step.
     """
 
     lane: str
@@ -34,12 +34,12 @@ class Event:
 
     @property
     def title(self) -> str:
-        """The equation in a few words: its first result, the number of further results, and its operation."""
+        """The equation in short: its first result, the number of further results, and its operation."""
         names = [out.base_name for out in self.eqn.results]
-        more = f" +{len(names) - 1}" if len(names) > 1 else ""
-        return f"{names[0] if names else '_'}{more} = {op_name(self.eqn.op)}"
+        further = f" +{len(names) - 1}" if len(names) > 1 else ""
+        return f"{names[0] if names else '_'}{further} = {op_name(self.eqn.op)}"
 
     @property
     def source_line(self) -> str:
-        """The user's line of the equation, or an empty text if it is unknown."""
+        """The user's line of the equation, or "" if it is unknown."""
         return str(self.eqn.source or "")

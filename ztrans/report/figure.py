@@ -1,8 +1,8 @@
 """Draw timelines as a picture, with matplotlib.
 
 The picture shows the same as the page (see `page`): the lanes with compute on top, the stalls of compute hatched, and
-the curves of live memory under the lanes, with the limit. Two timelines are drawn one under the other, on the same
-scale of time.
+the curves of live memory below the lanes, with the limit. Two timelines are drawn one below the other, on the same time
+scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
 
 ENDINGS = (".png", ".svg", ".pdf")
-_MANY = 150  # with this many bars in a lane or more, gaps between them would hide too much
+_MANY = (
+    150  # a lane with this many bars or more has no gaps between them, which would hide too much
+)
 _INK = "#33363b"
 _FAINT = "#8b8f96"
 _STALL = "#b5b8bd"
@@ -34,7 +36,7 @@ _STYLE: Any = {
 
 
 def save(timelines: Sequence[Timeline], path: Any) -> None:
-    """Draw timelines into a file whose name ends in one of `ENDINGS`.
+    """Draw timelines into a file. Its name ends in one of `ENDINGS`.
 
     Raises: ImportError if matplotlib is not installed.
     """
@@ -45,7 +47,7 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
         raise ImportError(
             "save: pictures need matplotlib: pip install matplotlib, or save a .html page."
         ) from error
-    heights: list[float] = []  # of the lanes and the memory of each timeline, in inches
+    heights: list[float] = []  # in inches: of the lanes and of the memory of each timeline
     for timeline in timelines:
         heights += [0.34 * len(timeline.lanes) + 0.5, 0.95]
     longest = max(timeline.seconds for timeline in timelines)
@@ -64,7 +66,7 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 
 def _scale(seconds: float) -> tuple[float, str]:
-    """The number of units of the time axis in a second, and the name of the unit."""
+    """The unit of the time axis: how many make a second, and its name."""
     if seconds < 1e-3:
         return 1e6, "us"
     return (1e3, "ms") if seconds < 10 else (1.0, "s")
@@ -105,12 +107,12 @@ def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
     top = max(timeline.peak, timeline.host_peak) or 1
     limit = timeline.limit or 0
     if limit > 2 * timeline.peak:
-        limit = 0  # the curve would be flat below it
+        limit = 0  # the curve would be flat far below it
     _curve(ax, timeline.memory, timeline.seconds, scale, _FAINT, "peak", limit)
     _curve(ax, timeline.host_memory, timeline.seconds, scale, COLOURS["offload"][0], "host", limit)
     if limit:
         ax.plot([0, timeline.seconds * scale], [limit, limit], "--", color=_LIMIT, linewidth=0.9)
-        # The text is on the side where the peak is not.
+        # The text is on the side away from the peak.
         on_right = timeline.peak_time < timeline.seconds / 2
         time = timeline.seconds if on_right else 0.0
         _text(ax, f"limit {format_bytes(limit)}", (time * scale, limit), on_right, 2, _LIMIT)
@@ -125,7 +127,7 @@ def _curve(
     """A curve of live memory, with a dot and its bytes at the peak."""
     if not curve:
         return
-    # The last bytes are live until the end.
+    # The last bytes stay live until the end.
     points = (*curve, (seconds, curve[-1][1]))
     times = [time * scale for time, _ in points]
     live = [size for _, size in points]
@@ -133,7 +135,7 @@ def _curve(
     ax.step(times, live, where="post", color=colour, linewidth=0.8)
     time, peak = max(curve, key=lambda point: point[1])
     ax.plot([time * scale], [peak], "o", color=_INK, markersize=3, clip_on=False)
-    # Above the dot, the text could be on the line of the limit.
+    # If the limit is just above the peak, the text goes below the dot: above, it would cover the line of the limit.
     height = -11 if peak < limit < 1.25 * peak else 2
     place = time * scale, peak
     _text(ax, f"{name} {format_bytes(peak)}", place, time > 0.8 * seconds, height, _INK)
@@ -142,7 +144,7 @@ def _curve(
 def _text(
     ax: Any, text: str, place: tuple[float, float], is_left: bool, height: int, colour: str
 ) -> None:
-    """A text on the left or on the right of a place, and so many points above it."""
+    """A text to the left or the right of a place, `height` points above it."""
     offset, side = (-6, "right") if is_left else (6, "left")
     ax.annotate(text, place, (offset, height), textcoords="offset points", ha=side, color=colour)
 
@@ -157,7 +159,7 @@ def _plain(ax: Any) -> None:
 
 
 def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    """The kinds of bars that the timelines have, with their colours."""
+    """A legend of the kinds of bars in the timelines, with their colours."""
     from matplotlib.patches import Patch
 
     patches = []

@@ -1,8 +1,8 @@
-"""Show timelines on one page of HTML, which loads nothing.
+"""Show timelines on one self-contained page of HTML.
 
-`page.html` is the page, with a script that draws it. `page` puts the timelines into that script as JSON, in which each
-text occurs once, and a bar is a row of numbers. The JSON is compressed, because the texts of equal layers differ in a
-few letters. Of a program with more bars than a screen could show, neighbours of one kind share a bar.
+`page.html` is the page, with a script that draws it. `page` puts the timelines into that script as JSON: each text
+occurs once, and a bar is a row of numbers. The JSON is compressed, because the texts of equal layers differ in only a
+few letters. If a program has more bars than a screen can show, neighbours of one kind share a bar.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .table import compared, label, table
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
 
-# The most characters of an equation that are shown. That of a large bucket would fill pages.
+# The most characters of an equation on the page. The equation of a large bucket would fill pages.
 _LONGEST = 600
-_MOST = 50_000  # bars on a page, and points of its curves
+_MOST = 50_000  # the most bars on a page, and points of its curves
 _DATA = "data goes here"
 _HEIGHT = 620  # pixels of the page in a notebook
 
@@ -52,36 +52,36 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The data that the script of the page draws."""
     most = _MOST // len(timelines)
     texts: dict[str, int] = {}  # each with its number
-    kinds = {kind: k for k, kind in enumerate(COLOURS)}
+    kind_numbers = {kind: k for k, kind in enumerate(COLOURS)}
 
     def text_number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
     def bar(events: Sequence[Event], lane: int) -> list[float]:
         longest = max(events, key=lambda e: e.seconds)
-        what = longest.title
+        title = longest.title
         if len(events) > 1:
             noun = "messages" if lane else "operations"
-            what = f"{len(events)} {noun}, the longest {what}"
+            title = f"{len(events)} {noun}, the longest {title}"
         return [
             lane,
             *_microseconds(events[0].start, events[-1].end - events[0].start, events[0].stall),
-            kinds[kind_of(longest)],
+            kind_numbers[kind_of(longest)],
             sum(e.bytes for e in events),
-            text_number(what),
+            text_number(title),
             text_number(equation(longest.eqn)[:_LONGEST]),
             text_number(longest.source_line),
         ]
 
     def timeline_data(timeline: Timeline) -> dict[str, Any]:
-        lanes = {lane: k for k, lane in enumerate(timeline.lanes)}
+        lane_numbers = {lane: k for k, lane in enumerate(timeline.lanes)}
         bars = _bars(timeline, most)
         return {
             "name": timeline.name,
             "label": label(timeline),
             "seconds": _microseconds(timeline.seconds)[0],
-            "lanes": list(lanes),
-            "bars": [bar(events, lanes[events[0].lane]) for events in bars],
+            "lanes": list(lane_numbers),
+            "bars": [bar(events, lane_numbers[events[0].lane]) for events in bars],
             "memory": _points(timeline.memory, most),
             "peak": timeline.peak,
             "hostMemory": _points(timeline.host_memory, most),
@@ -90,20 +90,20 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             "table": table(timeline),
         }
 
-    used = used_kinds(timelines)
+    shown_kinds = used_kinds(timelines)
     return {
         "timelines": [timeline_data(timeline) for timeline in timelines],
         "texts": list(texts),
-        "kinds": [[kind, *colours, kind in used] for kind, colours in COLOURS.items()],
+        "kinds": [[kind, *colours, kind in shown_kinds] for kind, colours in COLOURS.items()],
         "table": compared(*timelines) if len(timelines) == 2 else table(timelines[0]),
     }
 
 
 def _bars(timeline: Timeline, most: int) -> list[list[Event]]:
-    """The events of each bar, compute first: one, or so many that the bars are not more than `most`."""
+    """The events of each bar, compute first: one event a bar, or several if there would be more than `most` bars."""
     events = sorted(timeline.events, key=lambda e: (e.lane != COMPUTE, e.start))
     bars = [[e] for e in events]
-    # The longest bar in which events share: twice as long in each trial.
+    # The greatest length of a shared bar, doubled until few enough bars are left.
     longest = timeline.seconds / most
     while len(bars) > most and longest <= timeline.seconds:
         bars = _merged(events, longest)
@@ -112,12 +112,12 @@ def _bars(timeline: Timeline, most: int) -> list[list[Event]]:
 
 
 def _merged(events: Sequence[Event], longest: float) -> list[list[Event]]:
-    """The events of bars in which neighbours of one kind are together, as long as a bar is not longer than `longest`.
+    """The events of each bar if neighbours of one kind share bars of at most `longest` seconds.
 
-    A message for which compute waits has a bar of its own.
+    A message that compute waits for has a bar of its own.
     """
     bars: list[list[Event]] = []
-    last: dict[str, list[Event]] = {}  # by lane, its last bar
+    last_bars: dict[str, list[Event]] = {}  # by lane
 
     def joins(e: Event, bar: Sequence[Event]) -> bool:
         if e.stall or bar[0].stall:
@@ -125,21 +125,21 @@ def _merged(events: Sequence[Event], longest: float) -> list[list[Event]]:
         return kind_of(e) == kind_of(bar[0]) and e.end - bar[0].start <= longest
 
     for e in events:
-        bar = last.get(e.lane)
+        bar = last_bars.get(e.lane)
         if bar is not None and joins(e, bar):
             bar.append(e)
         else:
-            last[e.lane] = [e]
-            bars.append(last[e.lane])
+            last_bars[e.lane] = [e]
+            bars.append(last_bars[e.lane])
     return bars
 
 
 def _points(curve: Curve, most: int) -> list[list[float]]:
-    """The points at which the live bytes change; of too many neighbours, the one with the most bytes."""
-    share = -(-len(curve) // most)  # of the curve's points, for each one that is drawn
+    """The points where the live bytes change. If there are too many, neighbours become one point with their maximum."""
+    group_size = -(-len(curve) // most)  # the curve's points for each point that is drawn
     points: list[list[float]] = []
-    for k in range(0, len(curve), share or 1):
-        live = max(b for _, b in curve[k : k + share])
+    for k in range(0, len(curve), group_size or 1):
+        live = max(b for _, b in curve[k : k + group_size])
         if not points or points[-1][1] != live:
             points.append([*_microseconds(curve[k][0]), live])
     return points

@@ -1,7 +1,7 @@
 """The kinds of bars of a timeline, and their colours.
 
-Compute has cool colours, by region; what backward computes again has one of its own. Communication has warm ones, by
-the role of the collective. So have copies between the device and the host, whose role is "offload".
+Compute has cool colours, by region; recomputation in backward has a colour of its own. Communication has warm colours,
+by the role of the collective. Copies between the device and the host count as communication, with the role "offload".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kind_of(event: Event) -> str:
 
 def used_kinds(timelines: Iterable[Timeline]) -> list[str]:
     """The kinds of the bars of some timelines, in the order of `COLOURS`."""
-    used: set[str] = set()
+    kinds: set[str] = set()
     for timeline in timelines:
-        used.update(map(kind_of, timeline.events))
-    return [kind for kind in COLOURS if kind in used]
+        kinds.update(map(kind_of, timeline.events))
+    return [kind for kind in COLOURS if kind in kinds]

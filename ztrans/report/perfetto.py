@@ -28,22 +28,21 @@ def save(timelines: Sequence[Timeline], path: Any) -> None:
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The events of one timeline, whose number in the trace is `process`.
+    """The events of one timeline, which is number `process` in the trace.
 
-    Their letters are those of the Chrome format: M names something, X is a bar, s and f begin and end an arrow, and C
-    is a value of a counter.
+    In the Chrome format, M names something, X is a bar, s and f begin and end an arrow, and C is a value of a counter.
     """
-    thread = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
+    threads = {lane: k for k, lane in enumerate(timeline.lanes, 1)}
 
     def event(letter: str, name: str, **fields: Any) -> dict[str, Any]:
         return {"ph": letter, "pid": process, "name": name, **fields}
 
     def bar(name: str, lane: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
         times = {"ts": start * 1e6, "dur": seconds * 1e6}
-        return event("X", name, cat=lane, tid=thread[lane], args=args, **times)
+        return event("X", name, cat=lane, tid=threads[lane], args=args, **times)
 
     yield event("M", "process_name", args={"name": timeline.name})
-    for lane, k in thread.items():
+    for lane, k in threads.items():
         yield event("M", "thread_name", tid=k, args={"name": lane})
         yield event("M", "thread_sort_index", tid=k, args={"sort_index": k})
 
@@ -60,9 +59,9 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             begin = e.end - e.stall
             yield bar("stall", COMPUTE, begin, e.stall, waits_for=name, source=source)
         if e.eqn in starts:
-            ends = {"cat": "message", "id": f"{process}.{number}"}
-            yield event("s", "message", tid=thread[COMPUTE], ts=starts[e.eqn] * 1e6, **ends)
-            yield event("f", "message", bp="e", tid=thread[e.lane], ts=e.start * 1e6, **ends)
+            arrow = {"cat": "message", "id": f"{process}.{number}"}
+            yield event("s", "message", tid=threads[COMPUTE], ts=starts[e.eqn] * 1e6, **arrow)
+            yield event("f", "message", bp="e", tid=threads[e.lane], ts=e.start * 1e6, **arrow)
 
     for name, curve in (("live bytes", timeline.memory), ("on the host", timeline.host_memory)):
         for time, live in curve:

@@ -1,8 +1,8 @@
-"""What ztrans does while its user waits, and how many seconds that takes.
+"""Show the progress of tracing, planning and compiling, with the seconds of each stage.
 
-The logger "ztrans" tells when a step is traced, transformed, planned and compiled, once a job, on rank 0. On a terminal
-the present stage is shown on one line, and stages of more than a second leave a line. Elsewhere nothing is shown unless
-`ZTRANS_LOG=info` or `ZTRANS_LOG=debug` is set, or the program sets the level of the logger:
+The logger "ztrans" reports when a step is traced, transformed, planned and compiled, once a job, on rank 0. On a
+terminal, one line shows the current stage, and stages of more than a second leave a line. Elsewhere nothing is shown
+unless `ZTRANS_LOG=info` or `ZTRANS_LOG=debug` is set, or the program sets the level of the logger:
 `logging.getLogger("ztrans").setLevel(logging.INFO)`. The level of the root logger alone shows nothing.
 """
 
@@ -26,7 +26,7 @@ _LONG = 1.0  # seconds; a shorter stage leaves no line on a terminal
 
 @contextlib.contextmanager
 def stage(step: str, name: str, level: int = logging.INFO) -> Iterator[None]:
-    """Tell that a stage of `step` begins, and after it how many seconds it took."""
+    """Log that a stage of `step` begins, and at its end how many seconds it took."""
     _prepare()
     if log.level == logging.NOTSET or not log.isEnabledFor(level) or not _is_first_rank():
         yield
@@ -54,26 +54,26 @@ def _prepare() -> None:
 
     Raises: ValueError if ZTRANS_LOG is neither "info" nor "debug".
     """
-    asked_level = os.environ.get("ZTRANS_LOG", "").lower()
-    if asked_level and asked_level not in _LEVELS:
-        raise ValueError(f"ZTRANS_LOG={asked_level}: it is info or debug.")
+    requested_level = os.environ.get("ZTRANS_LOG", "").lower()
+    if requested_level and requested_level not in _LEVELS:
+        raise ValueError(f"ZTRANS_LOG={requested_level}: it is info or debug.")
     handler: logging.StreamHandler | None = None
-    if asked_level:
+    if requested_level:
         handler = logging.StreamHandler()
     elif sys.stderr.isatty():
         handler = _Terminal()
     if handler is not None and not log.hasHandlers():
         handler.setFormatter(logging.Formatter("ztrans: %(message)s"))
         log.addHandler(handler)
-        log.setLevel(_LEVELS.get(asked_level, logging.DEBUG))
-    elif asked_level:
-        log.setLevel(_LEVELS[asked_level])
+        log.setLevel(_LEVELS.get(requested_level, logging.DEBUG))
+    elif requested_level:
+        log.setLevel(_LEVELS[requested_level])
 
 
 class _Terminal(logging.StreamHandler):
-    """Shows the stage that runs on the last line of a terminal, and replaces it when the stage ends.
+    """Shows the running stage on the last line of a terminal, and replaces it when the stage ends.
 
-    Stages that took long, and errors, leave a line.
+    Long stages and errors leave a line.
     """
 
     terminator = ""

@@ -14,7 +14,7 @@ from .event import COMPUTE, Event
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
 
-_STALLS = 5  # the number of the longest stalls that are listed
+_STALLS = 5  # the most stalls that are listed
 # The names of rows.
 _STEP = "step"
 _EXPOSED = "exposed"
@@ -55,7 +55,7 @@ def table(timeline: Timeline) -> str:
 
 
 def _memory_rows(timeline: Timeline) -> list[list[str]]:
-    """The peak of the device's memory, with its share of the limit, and that of the host's memory."""
+    """The peak of the device's memory, with its share of the limit, and the peak of the host's memory."""
     share = ""
     note = f"at {format_seconds(timeline.peak_time)}"
     if timeline.limit:
@@ -74,26 +74,26 @@ def _worst_stalls(timeline: Timeline) -> list[Event]:
 
 def compared(first: Timeline, second: Timeline) -> str:
     """Two timelines as text, row by row, with the ratio of the second to the first."""
-    of_first = _figures(first)
-    of_second = _figures(second)
+    first_figures = _figures(first)
+    second_figures = _figures(second)
     rows = [["", label(first), label(second), "ratio"]]
-    for name in sorted({**of_first, **of_second}, key=_position):
-        a = of_first.get(name)  # None where a timeline has no such row
-        b = of_second.get(name)
+    for name in sorted({**first_figures, **second_figures}, key=_position):
+        a = first_figures.get(name)  # None if the timeline has no such row
+        b = second_figures.get(name)
         ratio = f"{b / a:.2f}" if a and b else "-"
-        rows.append([name, _shown(name, a), _shown(name, b), ratio])
+        rows.append([name, _figure_text(name, a), _figure_text(name, b), ratio])
     return _columns(rows, left_aligned=(0,))
 
 
 def _position(row: str) -> int:
-    """The position of a row: lanes come before `exposed`, and its parts, which are indented, after it."""
+    """The position of a row. Lanes come before `exposed`, and the parts of `exposed`, which are indented, after it."""
     positions = {_STEP: 0, COMPUTE: 1, _EXPOSED: 3, _PEAK: 5, _HOST_PEAK: 6}
     if row in positions:
         return positions[row]
     return 4 if row.startswith(" ") else 2
 
 
-def _shown(row: str, figure: float | None) -> str:
+def _figure_text(row: str, figure: float | None) -> str:
     """A figure of a row as text: bytes for peaks, else seconds."""
     if figure is None:
         return "-"
@@ -101,7 +101,7 @@ def _shown(row: str, figure: float | None) -> str:
 
 
 def label(timeline: Timeline) -> str:
-    """The kind of a timeline, `simulated` or `measured`, which distinguishes it from another of the same step."""
+    """The kind of a timeline, `simulated` or `measured`, which tells it from another timeline of the same step."""
     return timeline.name.rpartition(", ")[2]
 
 

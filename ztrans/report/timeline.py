@@ -1,4 +1,4 @@
-"""When everything ran on one rank, simulated or measured.
+"""Timelines of one rank's step, simulated or measured.
 
 One lane shows compute, and each communicator has a lane. Communication is exposed while compute waits for it. A curve
 below the lanes shows the live memory.
@@ -20,8 +20,8 @@ from .event import COMPUTE, Curve, Event
 from .table import compared, table
 
 
-class _Shown:
-    """One timeline or two, which can be printed, drawn, and opened in Perfetto."""
+class _Drawable:
+    """One timeline or two, to be saved as a drawing or a trace, or shown in a notebook."""
 
     @property
     def _timelines(self) -> tuple[Timeline, ...]:
@@ -41,7 +41,7 @@ class _Shown:
             figure.save(self._timelines, path)
         else:
             endings = ", ".join([".html", *figure.ENDINGS])
-            raise ValueError(f"save: {str(path)!r} ends in none of {endings}.")
+            raise ValueError(f"save: {str(path)!r} does not end in one of {endings}.")
 
     def to_perfetto(self, path: str | PathLike) -> None:
         """Save a trace, JSON in the Chrome format, for ui.perfetto.dev or chrome://tracing."""
@@ -52,13 +52,14 @@ class _Shown:
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline(_Shown):
-    """One step as bars on lanes, and the bytes that it has live.
+class Timeline(_Drawable):
+    """One step as bars on lanes, with its live bytes over time.
 
     Attributes:
-        memory, host_memory: the live bytes of the device, and those of the host, to which values are moved.
-        bound: the lower bound in seconds, and what causes it, if they are known.
-        limit: the bytes that may be live on the device, if there is a limit.
+        memory: the live bytes of the device.
+        host_memory: the live bytes of the host, where values are moved to.
+        bound: the lower bound in seconds, and its cause, if they are known.
+        limit: the most bytes that may be live on the device, if there is a limit.
     """
 
     name: str
@@ -76,17 +77,17 @@ class Timeline(_Shown):
         return list(dict.fromkeys([COMPUTE, *(event.lane for event in in_time)]))
 
     def busy(self, lane: str) -> float:
-        """The seconds in which a lane is busy."""
+        """The busy seconds of a lane."""
         return sum(event.seconds for event in self.events if event.lane == lane)
 
     @property
     def compute(self) -> float:
-        """The seconds in which compute is busy."""
+        """The busy seconds of compute."""
         return self.busy(COMPUTE)
 
     @property
     def stalled(self) -> float:
-        """The seconds in which compute waits for communication."""
+        """The seconds that compute waits for communication."""
         return sum(event.stall for event in self.events)
 
     @functools.cached_property
@@ -96,7 +97,7 @@ class Timeline(_Shown):
 
     @property
     def peak_time(self) -> float:
-        """When that many are first live."""
+        """The time at which the peak is first reached."""
         return max(self.memory, key=lambda point: point[1], default=(0.0, 0))[0]
 
     @property
@@ -106,7 +107,7 @@ class Timeline(_Shown):
 
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
-        """The seconds in which compute waits for communication, by (axis, role)."""
+        """The seconds that compute waits for communication, by (axis, role)."""
         stalls: defaultdict[tuple[str, str], float] = defaultdict(float)
         for event in self.events:
             provenance = event.eqn.provenance
@@ -117,7 +118,7 @@ class Timeline(_Shown):
         return dict(sorted(stalls.items()))
 
     def compare(self, second: Timeline) -> Comparison:
-        """Compare this timeline with another one of the same program, as one simulated and one measured."""
+        """Compare this timeline with another one of the same program, such as a simulated and a measured one."""
         return Comparison(self, second)
 
     @property
@@ -132,25 +133,25 @@ class Timeline(_Shown):
 
 
 def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
-    """The timelines of programs that run one after the other, as one timeline."""
+    """One timeline of several programs that run one after another."""
     begin = 0.0
     events: list[Event] = []
     memory: list[tuple[float, int]] = []
     host_memory: list[tuple[float, int]] = []
-    for each in timelines:
-        events += (dataclasses.replace(e, start=e.start + begin) for e in each.events)
-        memory += ((time + begin, live) for time, live in each.memory)
-        host_memory += ((time + begin, live) for time, live in each.host_memory)
-        begin += each.seconds
-    limit = next((each.limit for each in timelines), None)
+    for timeline in timelines:
+        events += (dataclasses.replace(e, start=e.start + begin) for e in timeline.events)
+        memory += ((time + begin, live) for time, live in timeline.memory)
+        host_memory += ((time + begin, live) for time, live in timeline.host_memory)
+        begin += timeline.seconds
+    limit = timelines[0].limit if timelines else None
     return Timeline(
         name, begin, tuple(events), tuple(memory), host_memory=tuple(host_memory), limit=limit
     )
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(_Shown):
-    """Two timelines of one program, which print row by row with ratios, and are drawn one beneath the other."""
+class Comparison(_Drawable):
+    """Two timelines of one program. They print row by row with ratios, and are drawn one below the other."""
 
     first: Timeline
     second: Timeline

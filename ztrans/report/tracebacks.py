@@ -1,6 +1,6 @@
-"""An error ends at the user's line, without the frames of ztrans, torch and the standard library.
+"""Shorten tracebacks to the user's frames, without those of ztrans, torch and the standard library.
 
-The methods that a user calls are decorated with `ends_at_user`. `ZTRANS_TRACEBACK=full` keeps all frames.
+The methods that users call are decorated with `ends_at_user`. `ZTRANS_TRACEBACK=full` keeps all frames.
 
 Source: JAX's traceback filtering.
 """
@@ -19,12 +19,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTE = "ztrans: the frames of ztrans and torch are left out; ZTRANS_TRACEBACK=full shows them."
-# The kinds of errors that ztrans raises for a user's mistake.
-_OURS = (TypeError, ValueError, RuntimeError, OSError)
+# The types of errors that ztrans raises for a user's mistake.
+_USER_ERRORS = (TypeError, ValueError, RuntimeError, OSError)
 
 
 def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that users call, so that the tracebacks of its errors have no frames of libraries."""
+    """Decorate a function that users call, so that the tracebacks of its errors leave out the frames of libraries."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -32,8 +32,8 @@ def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except Exception as error:
             if os.environ.get("ZTRANS_TRACEBACK") != "full" and not _is_defect(error):
-                for each in _chained(error):
-                    each.__traceback__ = _shortened(each.__traceback__)
+                for link in _chain(error):
+                    link.__traceback__ = _shortened(link.__traceback__)
                 if _NOTE not in getattr(error, "__notes__", ()):
                     error.add_note(_NOTE)
             raise  # a bare raise keeps this frame out of the traceback as well
@@ -42,23 +42,23 @@ def ends_at_user(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Whether an error is a defect of ztrans: one of its own lines raised it, and it is of no kind that ztrans raises.
+    """Whether an error is a defect of ztrans: a line of ztrans raised it, but its type is not one of a user's mistakes.
 
-    All frames of such an error are kept, for a report.
+    Such an error keeps all frames, for a bug report.
     """
     entries = list(_entries(error.__traceback__))
-    if isinstance(error, _OURS) or not entries:
+    if isinstance(error, _USER_ERRORS) or not entries:
         return False
     return is_ztrans(entries[-1].tb_frame.f_code.co_filename)
 
 
-def _chained(error: BaseException) -> list[BaseException]:
-    """An error, and those that it is raised from or while handling."""
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and its causes: the errors that it was raised from, or while handling."""
     chain = [error]
-    for each in chain:  # which grows meanwhile
-        for earlier in (each.__cause__, each.__context__):
-            if earlier is not None and not any(earlier is link for link in chain):
-                chain.append(earlier)
+    for later in chain:  # the loop also visits the errors that it appends
+        for cause in (later.__cause__, later.__context__):
+            if cause is not None and not any(cause is link for link in chain):
+                chain.append(cause)
     return chain
 
 
@@ -69,7 +69,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _shortened(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of libraries. The code of other packages, such as models, is kept."""
+    """A traceback without the frames of libraries. Code of other packages, such as models, stays."""
     shortened: TracebackType | None = None
     for tb in reversed(list(_entries(traceback))):
         if not is_plumbing(tb.tb_frame):

@@ -1,4 +1,4 @@
-"""Checks of transforms of your own: the laws of ztrans, on a step of your choice."""
+"""Check your own transforms against the laws of ztrans, on a step of your choice."""
 
 from .laws import LawError, check_laws
 

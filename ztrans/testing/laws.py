@@ -1,6 +1,6 @@
-"""Check that a transform obeys the laws of ztrans, on a step of one's own.
+"""Check that a transform obeys the laws of SPEC.md, on a step of one's own.
 
-The laws are those of SPEC.md. All ranks run in this process, in lock-step, so no process group is needed.
+All ranks run in this process, in lock-step, so no process group is needed.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ def check_laws(
 ) -> None:
     """Check that a transform obeys the laws on a step: on one device, and on several ranks, sharded and scheduled.
 
-    - It is a value: equal to itself made again, hashable, and applied twice it is applied once.
+    - It is a value: equal to a copy of itself, and hashable. Applying it twice is the same as applying it once.
     - The step has the same program when it is traced a second time, from a copy of its arguments.
-    - Its programs are well formed, also among the other transforms.
-    - It keeps the meaning: the new state and the output are those of the step without it. Outputs that it adds are not
-      compared.
-    - Among the schedules its place does not matter: the program has the same text in any order.
+    - Its programs are well formed, alone and among other transforms.
+    - It keeps the meaning: the new state and the output equal those of the step without it. Outputs that it adds are
+      not compared.
+    - Its place among the schedules does not matter: the program has the same text in any order.
 
     Args:
         transform: the transform.
         step: a plain step, `step(state, *batch) -> (state, output)`.
-        state: its first state, of full tensors.
+        state: its first state, with full tensors.
         batch: its arguments after the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
             dropped if they do not fill a slice.
         worlds: the numbers of ranks.
         stages: the ZeRO stages.
-        tolerance: the greatest relative distance of a leaf, in norm, from that of the step without the transform. 0
-            asks for the same bits.
+        tolerance: the greatest relative distance of a leaf, in norm, from the result without the transform. 0 requires
+            the same bits.
         unsharded: whether to check the step without shard_params too. Pass False for a transform that needs
             shard_params, such as overlap_grads.
 
-    Raises: LawError that names the law, the ranks, the stage and the leaf.
+    Raises: LawError with the law, the ranks, the stage and the leaf.
 
     >>> import ztrans as zt
     >>> def step(state, x):
@@ -91,7 +91,7 @@ class _Case:
         self.traces: dict[int, Traced] = {}  # by the number of micro-batches
 
     def lowered(self, *transforms: Transform) -> Lowered:
-        """The step through some transforms, of which every program is well formed."""
+        """The step through some transforms. Checks that every program on the way is well formed."""
         step = chain(*transforms)(self.step)
         micro = micro_batches_of(step.transforms)
         if micro not in self.traces:
@@ -103,7 +103,7 @@ class _Case:
         return lowered
 
     def results(self, lowered: Lowered) -> tuple[Any, list[Any]]:
-        """The new state, and the output of each rank without what a transform has added."""
+        """The new state, and the output of each rank without the outputs that a transform added."""
         torch.manual_seed(0)  # a step may draw random numbers
         new_state, outputs = lowered.lockstep(self.state, self.slices)
         if lowered.graph.added:
@@ -122,26 +122,26 @@ def _check_world(
         shard = (shard_params(AbstractMesh(dp=ranks), stage=stage),)
         world = f"on {ranks} ranks, stage {stage}"
     expected = case.results(case.lowered(*shard))
-    alone = case.results(case.lowered(*shard, transform))
-    _check_same(alone, expected, tolerance, f"{world}, alone")
+    results = case.results(case.lowered(*shard, transform))
+    _check_same(results, expected, tolerance, f"{world}, alone")
     if stage is None:
         return
 
-    others = (overlap_grads(), prefetch(), fuse_cast_gather())
-    # The same transform twice with other options is an error, so it is left out.
-    schedules = [each for each in others if type(each) is not type(transform)]
+    all_schedules = (overlap_grads(), prefetch(), fuse_cast_gather())
+    # A step cannot have one transform twice with different options, so a schedule of the same class is left out.
+    schedules = [schedule for schedule in all_schedules if type(schedule) is not type(transform)]
     first = case.lowered(*shard, transform, *schedules)
     last = case.lowered(*shard, *schedules, transform)
     if str(first) != str(last):
         raise LawError(
             f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
-            f"Read no hint (`Eqn.hint`) in its rewrite, and write none over those of other transforms."
+            f"In its rewrite, neither read hints (`Eqn.hint`) nor overwrite the hints of other transforms."
         )
     _check_same(case.results(first), expected, tolerance, f"{world}, among schedules")
 
 
 def _check_value(transform: Transform, step: Any) -> None:
-    """Check that the transform is a value, and that twice is once."""
+    """Check that the transform is a value, and that a second application changes nothing."""
     equal_transform = dataclasses.replace(transform)
     try:
         is_value = equal_transform == transform and hash(equal_transform) == hash(transform)
@@ -149,7 +149,7 @@ def _check_value(transform: Transform, step: Any) -> None:
         is_value = False
     if not is_value:
         raise LawError(
-            f"{transform!r} is no value: it must be equal to a copy of itself, and have a hash.\n"
+            f"{transform!r} is not a value: it must be equal to a copy of itself, and have a hash.\n"
             f"Make its class a frozen dataclass, @dataclass(frozen=True, repr=False), with numbers, strings, tuples or "
             f"functions as options."
         )
@@ -158,7 +158,7 @@ def _check_value(transform: Transform, step: Any) -> None:
 
 
 def _check_traced_twice(step: Step, state: Any, batch: tuple) -> None:
-    """Check that nothing that Python does in a trace changes the next one."""
+    """Check that Python code run by one trace does not change the next trace."""
     programs = []
     for _ in range(2):
         arguments = _copied((state, *batch))
@@ -177,12 +177,12 @@ def _copied(arguments: tuple) -> tuple:
     try:
         return copy.deepcopy(arguments)
     except (RuntimeError, TypeError):
-        # A tensor that is no leaf of autograd cannot be copied, and neither can an object such as a lock.
+        # A tensor that is not a leaf of autograd cannot be copied, nor can an object such as a lock.
         return arguments
 
 
 def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
-    """The rows of one rank. All ranks have as many, because a mean over ranks gives each the same weight."""
+    """The rows of one rank. All ranks have equally many, because a mean over ranks gives each the same weight."""
 
     def rows_of_rank(x: torch.Tensor) -> torch.Tensor:
         if not x.ndim:
@@ -202,10 +202,10 @@ def _check_same(
         condition = f"at most {tolerance:.1e} is allowed"
     leaves = pytree.tree_leaves_with_path(results)
     for (path, a), b in zip(leaves, pytree.tree_leaves(expected), strict=True):
-        if a is None and b is None:  # an output
+        if a is None and b is None:  # an output may be None
             continue
         distance = _distance(a, b)
-        if not distance <= tolerance:  # a distance that is NaN is none of the allowed ones
+        if not distance <= tolerance:  # in this form, NaN is not allowed
             name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
             raise LawError(
                 f"the transform changes {name}{pytree.keystr(path[1:])} by {distance:.1e} {world}: {condition}.\n"
@@ -214,7 +214,7 @@ def _check_same(
 
 
 def _distance(a: Any, b: Any) -> float:
-    """The distance of two leaves in norm, relative to the second; 0 for equal bits."""
+    """The distance of two leaves in norm, relative to the norm of the second; 0 for equal bits."""
     a = torch.as_tensor(a)
     b = torch.as_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -224,7 +224,7 @@ def _distance(a: Any, b: Any) -> float:
     same = (a == b) | (a.isnan() & b.isnan())
     if same.all():
         return 0.0
-    # Infinities and NaNs that both have would make the norms infinite or NaN.
+    # Infinities and NaNs that both leaves share would make the norms infinite or NaN.
     wide = torch.complex128 if b.is_complex() else torch.float64
     a = a.to(wide).masked_fill(same & ~a.isfinite(), 0)
     b = b.to(wide).masked_fill(same & ~b.isfinite(), 0)

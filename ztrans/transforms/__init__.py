@@ -1,1 +1,1 @@
-"""The transforms, a file for each. `base` has their class; `edits`, `reduce_once` and `cast_on_shards` serve some."""
+"""The transforms, one file each. `base` has their class; others use the passes `reduce_once` and `cast_on_shards`."""

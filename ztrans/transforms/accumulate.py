@@ -1,6 +1,6 @@
-"""Run a step in micro-batches, whose gradients are averaged before the update.
+"""Run a step in micro-batches, and average their gradients before the update.
 
-The program is written for one micro-batch. Marks say which of its values are summed or joined over all micro-batches;
+The program is written for one micro-batch. Marks say which values are summed or joined over all micro-batches;
 `ir.micro_batches` says how such a program runs.
 """
 
@@ -31,14 +31,13 @@ from .base import Transform, check_number, constructor
 def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") -> Transform:
     """Run a step in micro-batches: their gradients are averaged, and the update runs once.
 
-    Each leaf of the batch is cut along dim 0 into `micro` equal parts, one for each micro-batch. Numbers and scalars
-    are passed to all of them. Scalar outputs are averaged; other outputs are joined along dim 0. The step is traced for
+    Each leaf of the batch is cut along dim 0 into `micro` equal parts, one for each micro-batch. Every micro-batch gets
+    all numbers and scalars. Scalar outputs are averaged; other outputs are joined along dim 0. The step is traced for
     one micro-batch, so the length of the program does not depend on their number. The reductions of the last
     micro-batch overlap with its backward, as without micro-batches. The transform may stand anywhere in a chain.
 
-    A leaf of the state that depends on the batch itself, such as a running mean of batch norm, changes with every
-    micro-batch. A count that does not depend on the batch changes once a step. In the step `len(x)` is the size of one
-    micro-batch.
+    A state leaf that depends on the batch itself, such as a running mean of batch norm, changes with every micro-batch.
+    A count that does not depend on the batch changes once a step. In the step `len(x)` is the size of one micro-batch.
 
     Rewrites:
         g = wait(reduce_scatter(g0, mean))         s = accumulate(g0)
@@ -46,9 +45,9 @@ def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") 
 
     Args:
         micro: the number of micro-batches.
-        keep: what is kept between micro-batches. "whole" keeps the sum of whole gradients, which is reduced once.
-            "shard" reduces the gradients of each micro-batch, and keeps the sum of their shards. "auto" is "whole" at
-            stages 0 and 1, and "shard" at stages 2 and 3.
+        keep: the sum that stays in memory between micro-batches. "whole" sums whole gradients, and reduces them once.
+            "shard" reduces the gradients of each micro-batch, and sums their shards. "auto" is "whole" at stages 0
+            and 1, and "shard" at stages 2 and 3.
 
     Raises: ValueError if an option is unknown. When the step is traced, ValueError if a leaf of the batch cannot be
         cut. When it is lowered, ValueError if something other than gradients and scalars of a micro-batch enters the
@@ -87,7 +86,7 @@ class _Accumulate(Transform):
         return marking.run(gathers_once=stage in (1, 2))
 
     def _refuse_across_steps(self, graph: Graph) -> None:
-        """Raises: ValueError if the step passes gathers or copies to the next one. Forward runs several times here."""
+        """Raises: ValueError if the step passes gathers or copies to the next one: here forward runs several times."""
         if graph.hints.across_steps:
             raise ValueError(
                 f"prefetch: across_steps=True, and {graph.name} has {self.micro} micro-batches, each of which gathers "
@@ -102,18 +101,18 @@ class _Accumulate(Transform):
             )
 
 
-# ---- what is averaged
+# ---- averages
 
 
 class Average(NamedTuple):
-    """A value that is averaged over micro-batches: a gradient, or a mean that the user asked for.
+    """A value that is averaged over micro-batches: a gradient, or the user's `pmean`.
 
     Attributes:
         term: the value before its reductions.
         end: the last wait, or a mark.
         start: the first reduction, or None if there is none.
         is_planned: whether a plan places that reduction.
-        paths: the leaves of the state that it is the gradient of.
+        paths: the state leaves whose gradient it is; empty for a `pmean`.
     """
 
     term: Var
@@ -132,8 +131,11 @@ def find_averages(graph: Graph) -> dict[Var, Average]:
     averages: dict[Var, Average] = {}
     depends_on_batch = varying(graph, ("batch",))
     for e in graph.eqns:
-        leaves = e.ins[1:]  # of the mark of a gradient; a pmean has none
-        if e.op in (GRADIENT, PMEAN) and depends_on_batch.keys().isdisjoint(leaves):
+        if e.op not in (GRADIENT, PMEAN):
+            continue
+        leaves = e.ins[1:]  # a gradient's leaf; a pmean has none
+        # A gradient for a value that depends on the batch belongs to samples, so it is not averaged.
+        if not any(leaf in depends_on_batch for leaf in leaves):
             averages[e.out] = Average(e.args[0], e, paths=tuple(leaf.name for leaf in leaves))
     for e, wait in pair(graph).waits.items():
         if _is_average(wait.start):
@@ -147,7 +149,7 @@ def find_averages(graph: Graph) -> dict[Var, Average]:
 
 
 def _is_average(start: Eqn) -> bool:
-    """Whether a collective reduces gradients, or means that the user asked for."""
+    """Whether a collective reduces gradients, or a `pmean` of the user."""
     return role(start) == "grad" or (role(start) == "pmean" and start.kwargs["op"] == "mean")
 
 
@@ -159,15 +161,15 @@ def _reduced_average(graph: Graph, start: Eqn, term: Var, end: Eqn) -> Average:
     return Average(term, end, start, is_planned, paths)
 
 
-# ---- what runs in each micro-batch
+# ---- equations of each micro-batch
 
 
 class Partition:
-    """Which equations run in each micro-batch and which once a step, and which values enter the update.
+    """The division of a program into the equations of each micro-batch and the equations that run once a step.
 
-    Forward and backward run in each micro-batch, with everything that they need. The update runs once: the equations
-    that reach the state or depend on a gradient, and that neither forward nor backward needs. What is left, such as an
-    accuracy that is computed after backward, runs in each micro-batch too.
+    Forward and backward run in each micro-batch, with everything that they need. The update runs once: equations that
+    reach the state or depend on a gradient, unless forward or backward needs them. All others, such as an accuracy that
+    is computed after backward, run in each micro-batch too.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -177,66 +179,66 @@ class Partition:
         self.gradients = {v for v, average in self.averages.items() if average.is_gradient}
 
     @functools.cached_property
-    def changes(self) -> set[Var]:
+    def changing_values(self) -> set[Var]:
         """The values that differ from micro-batch to micro-batch."""
-        in_each = tuple(e for e in self.graph.eqns if e not in self._runs_once)
-        return changing(self.graph.replace(eqns=in_each))
+        repeated = tuple(e for e in self.graph.eqns if e not in self._once_eqns)
+        return changing(self.graph.replace(eqns=repeated))
 
     @functools.cached_property
-    def entering(self) -> Mapping[Var, list[Eqn]]:
+    def update_readers(self) -> Mapping[Var, list[Eqn]]:
         """The values of micro-batches that the update reads, each with the equations that read it."""
         readers: dict[Var, list[Eqn]] = {}
         for e in self.graph.eqns:
-            if e in self._runs_once:
+            if e in self._once_eqns:
                 for v in dict.fromkeys(e.ins):
-                    if v in self.changes:
+                    if v in self.changing_values:
                         readers.setdefault(v, []).append(e)
         return readers
 
     @functools.cached_property
-    def _runs_once(self) -> set[Eqn]:
-        """The equations of the update."""
+    def _once_eqns(self) -> set[Eqn]:
+        """The equations that run once a step: the update, as far as no micro-batch needs it."""
         new_values = []
         for v in self.graph.outputs[: self.graph.num_state]:
             if v in self.makers:
                 new_values.append(self.makers[v])
         reaching_state = needed(new_values, self.makers)
-        in_each = self._runs_in_each()
+        repeated = self._repeated_eqns()
         from_gradients = set(self.gradients)
         once: set[Eqn] = set()
         for e in self.graph.eqns:
-            if e.region != "update" or e in in_each:
+            if e.region != "update" or e in repeated:
                 continue
-            depends_on_gradient = not from_gradients.isdisjoint(e.ins)
+            depends_on_gradient = any(v in from_gradients for v in e.ins)
             if e in reaching_state or role(e) == "output" or depends_on_gradient:
                 once.add(e)
                 from_gradients.update(e.results)
         return once
 
-    def _runs_in_each(self) -> set[Eqn]:
-        """The equations that every micro-batch runs: forward and backward, and what they need."""
-        independent = self._independent()
+    def _repeated_eqns(self) -> set[Eqn]:
+        """The equations that every micro-batch runs: forward and backward, and everything that they need."""
+        independent = self._independent_eqns()
         eqns = []
         for e in self.graph.eqns:
             if e.region != "update" or e in independent:
                 eqns.append(e)
         return needed(eqns, self.makers)
 
-    def _independent(self) -> set[Eqn]:
+    def _independent_eqns(self) -> set[Eqn]:
         """The equations of the update that every micro-batch runs, because they depend on no gradient.
 
-        These are the means that the user asked for, and what brings values of forward into the new state or the output.
+        These are the user's means, and the equations that bring values of forward into the new state or the output.
         """
         candidates = {average.end for average in self.averages.values() if not average.is_gradient}
         for e, wait in pair(self.graph).waits.items():
-            if _is_of_state_or_output(wait.start):
+            if _enters_state_or_output(wait.start):
                 candidates.add(e)
-        candidates |= self._shards_of_forward()
-        # A gradient is whole only after the last micro-batch, so what depends on one cannot run in each.
+        candidates |= self._cuts_of_forward()
+        # A gradient is complete only after the last micro-batch, so an equation that depends on one runs once.
         from_gradients = depending(self.graph.eqns, self.gradients)
         return {e for e in candidates if from_gradients.isdisjoint(e.ins)}
 
-    def _shards_of_forward(self) -> set[Eqn]:
+    def _cuts_of_forward(self) -> set[Eqn]:
         """The equations of the update that cut a value of forward."""
         eqns = set()
         for e in self.graph.eqns:
@@ -249,12 +251,12 @@ class Partition:
     def check_state(self) -> None:
         """Check that no parameter is updated in the middle of a micro-batch.
 
-        Raises: ValueError that names the leaf.
+        Raises: ValueError with the name of the leaf.
         """
         trained: set[str] = set()
         for average in self.averages.values():
             trained.update(average.paths)
-        updated = depending(self.graph.eqns, self.averages) & self.changes
+        updated = depending(self.graph.eqns, self.averages) & self.changing_values
         for old, new in zip(self.graph.inputs, self.graph.outputs[: self.graph.num_state]):
             if old.name in trained and new in updated:
                 maker = self.makers.get(new)
@@ -265,8 +267,8 @@ class Partition:
                 )
 
 
-def _is_of_state_or_output(start: Eqn) -> bool:
-    """Whether a reduction brings a value of forward into the new state, or into an output that has dims."""
+def _enters_state_or_output(start: Eqn) -> bool:
+    """Whether a reduction brings a value of forward into the new state, or into an output with dims."""
     return role(start) == "state" or (role(start) == "output" and any(v.shape for v in start.ins))
 
 
@@ -274,7 +276,7 @@ def _is_of_state_or_output(start: Eqn) -> bool:
 
 
 class _Marking:
-    """Write the marks of a program: `new` has the new equations, and who reads their results."""
+    """Writes the marks into a program. `new` collects the edits."""
 
     def __init__(self, graph: Graph, keeps_whole: bool) -> None:
         self.graph = graph
@@ -284,32 +286,32 @@ class _Marking:
         self.readers = users(graph)
 
     def run(self, gathers_once: bool) -> Graph:
-        """The program with marks; with `gathers_once`, parameters are gathered once for all micro-batches."""
+        """The program with marks. With `gathers_once`, parameters are gathered once for all micro-batches."""
         self.partition.check_state()
         num_state = self.graph.num_state
         new_state = self.graph.outputs[:num_state]
         outputs = self.graph.outputs[num_state:]
-        returned = [v for v in variables(outputs) if v in self.partition.changes]
-        over_all: dict[Var, Var] = {}
-        for v in dict.fromkeys((*self.partition.entering, *returned)):
-            over_all[v] = self.over_all(v)
+        returned = [v for v in variables(outputs) if v in self.partition.changing_values]
+        combined: dict[Var, Var] = {}
+        for v in dict.fromkeys((*self.partition.update_readers, *returned)):
+            combined[v] = self.combined(v)
         self.keep_gathered(gathers_once)
-        results = substitute(outputs, lambda v: over_all.get(v, v))
+        results = substitute(outputs, lambda v: combined.get(v, v))
         return self.new.applied().replace(outputs=(*new_state, *results))
 
-    def over_all(self, v: Var) -> Var:
-        """The value over all micro-batches that the update reads, or the step returns, for `v`.
+    def combined(self, v: Var) -> Var:
+        """`v` over all micro-batches, as the update reads it or the step returns it: a mean, or joined rows.
 
-        Raises: ValueError if it is neither a mean nor an output that can be joined.
+        Raises: ValueError if `v` can be neither averaged nor joined.
         """
-        readers = self.partition.entering.get(v, [])
+        readers = self.partition.update_readers.get(v, [])
         reader = readers[0] if readers else None
         average = self.partition.averages.get(v)
         is_averaged = average is not None or not v.shape
         is_float = v.dtype.is_floating_point or v.dtype.is_complex
-        # Logits and other outputs with dims belong to the samples, so those of all micro-batches are joined.
+        # Logits and other outputs with dims belong to samples, so the rows of all micro-batches are joined.
         if not is_averaged and not readers:
-            return self.joined(v)
+            return self.joined_rows(v)
         if not (is_averaged and is_float):
             raise self.not_averaged(v, reader)
 
@@ -324,17 +326,19 @@ class _Marking:
         self.new.replace_reads(readers, v, mean)
         return mean
 
-    def joined(self, v: Var) -> Var:
-        """The values of an output, joined along dim 0."""
+    def joined_rows(self, v: Var) -> Var:
+        """An output with the rows of all micro-batches, joined along dim 0."""
         rows = v.shape[0] * self.graph.micro
-        joined = self.new.fresh(v, ".joined", shape=(rows, *v.shape[1:]))
-        self.new.insert_before(None, self.eqn(JOIN, (v,), joined, None))
-        return joined
+        out = self.new.fresh(v, ".joined", shape=(rows, *v.shape[1:]))
+        self.new.insert_before(None, self.eqn(JOIN, (v,), out, None))
+        return out
 
     def summed(self, v: Var, average: Average, reader: Eqn | None) -> Var:
-        """The sum of an average over micro-batches. It is summed before its reduction, or after it."""
+        """The sum of a value over micro-batches, taken before its reduction or after it."""
         start = average.start
-        only_update_reads = len(self.readers.get(v, ())) == len(self.partition.entering.get(v, ()))
+        only_update_reads = len(self.readers.get(v, ())) == len(
+            self.partition.update_readers.get(v, ())
+        )
         if start is not None and self.keeps_whole and only_update_reads:
             self.sum_whole(v, average.term, start, average.is_planned)
             return v
@@ -342,7 +346,7 @@ class _Marking:
         total = self.new.fresh(v, ".sum")
         maker = self.partition.makers.get(term)
         add = self.eqn(ACCUMULATE, (term,), total, reader)
-        if average.is_planned or maker is None:  # a plan moves it after the wait
+        if average.is_planned or maker is None:  # a plan moves the sum after the wait
             self.new.insert_before(reader, add)
         else:
             self.new.insert_after(maker, add.replace(region=maker.region))
@@ -363,10 +367,12 @@ class _Marking:
         self.new.insert_before(start, add)
 
     def keep_gathered(self, gathers_once: bool) -> None:
-        """Mark what only the first micro-batch computes: extremes of parameters and, if asked, gathered parameters."""
+        """Mark the values that only the first micro-batch computes: extremes of parameters, and gathers if asked."""
         for e, wait in pair(self.graph).waits.items():
-            is_of_parameter = role(wait.start) == "param" and e.out not in self.partition.changes
-            # Of a parameter only the maximum and the minimum are reduced, for the scale of a cast (`cast_on_shards`).
+            is_of_parameter = (
+                role(wait.start) == "param" and e.out not in self.partition.changing_values
+            )
+            # A parameter is reduced only to its maximum or minimum, for the scale of a cast (`cast_on_shards`).
             is_extreme = not rules(wait.start).moves
             if is_of_parameter and (gathers_once or is_extreme):
                 value = self.new.fresh(e.out, ".kept")
@@ -389,13 +395,13 @@ class _Marking:
     def not_averaged(self, v: Var, reader: Eqn | None) -> ValueError:
         reads = "the update reads" if reader else "the step returns"
         if v in self.partition.averages:
-            kind = "no float"
+            kind = "not a float"
             advice = "Average it as a float, zt.pmean(x.float())."
         elif v.shape:
-            kind = "no gradient"
-            advice = "Compute what the update needs of it before the last backward."
+            kind = "not a gradient"
+            advice = "Compute what the update needs from it before the last backward."
         else:
-            kind = "a scalar that is no float"
+            kind = "a scalar that is not a float"
             advice = (
                 "Return a mean, such as an accuracy, as a float; or the values of the samples, to be summed after "
                 "the step."

@@ -39,10 +39,9 @@ class Transform:
     To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
-    `phase` orders the rewrites. Transforms of phases 0 and 1 rewrite the program as it was traced. In phase 2,
-    `shard_params` comes first and makes the program of one rank, which the others of that phase rewrite. Those of
-    phase 3 rewrite the program that all others have made. Within a phase they run in the order in which they were
-    applied.
+    `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced. In phase 2, `shard_params` comes
+    first and makes the program of one rank; the other transforms of the phase rewrite that. Phase 3 rewrites the
+    result of all others. Within a phase, transforms run in the order in which they were applied.
     """
 
     phase: ClassVar[int] = 2
@@ -53,7 +52,7 @@ class Transform:
     )
 
     def __new__(cls, *args: Any, **options: Any) -> Transform:
-        """Raises: TypeError if the class takes options and is no dataclass."""
+        """Raises: TypeError if the class takes options but is not a dataclass."""
         if (args or options) and "__dataclass_params__" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__}: a transform with options is a frozen dataclass with a field for each option. Without "
@@ -67,29 +66,29 @@ class Transform:
         raise NotImplementedError
 
     def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout | None:
-        """The layout in which a state leaf is kept between steps, or None if this transform does not choose it.
+        """The layout of a state leaf between steps, or None if this transform does not choose it.
 
         Args:
             path: the path of the leaf in the state, such as `params.fc1.weight`.
-            shape: its shape; of a leaf that the step itself divides, that of this rank's part.
-            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+            shape: the shape of the leaf, or of this rank's part if the step itself divides the leaf.
+            leaf: a meta tensor with the shape and dtype of the whole leaf.
         """
         return None
 
     def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
-        """The memory in which a state leaf is kept between steps, "device" or "host".
+        """The memory that holds a state leaf between steps, "device" or "host".
 
         Args:
             path: the path of the leaf in the state.
-            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+            leaf: a meta tensor with the shape and dtype of the whole leaf, before the step itself divides it.
         """
         return "device"
 
     @property
     def variants(self) -> tuple[Transform, ...]:
-        """The transforms among which a plan chooses, if an option is open: the first that fits and is fastest.
+        """This transform with each value of an open option. A plan chooses the first of the fastest that fit.
 
-        All of them have the same layouts.
+        All variants have the same layouts.
         """
         return (self,)
 
@@ -99,31 +98,31 @@ class Transform:
         return ()
 
     def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
-        """The axes along which all ranks hold the same state leaf, whole or in parts. By default these are `axes`.
+        """The axes along which all ranks hold the same state leaf, whole or in parts; `axes` by default.
 
         Args:
             path: the path of the leaf in the state.
-            leaf: a meta tensor of its shape and dtype, before the step itself divides it.
+            leaf: a meta tensor with the shape and dtype of the whole leaf, before the step itself divides it.
         """
         return self.axes
 
     @property
     def memory_limit(self) -> int | None:
-        """The bytes that may be live on a rank, if this transform names them. It is one limit on the whole step."""
+        """The most bytes that may be live on a rank, if this transform sets a limit. It holds for the whole step."""
         return None
 
     def within(self, limit: int) -> Transform:
-        """This transform with `limit` as its option `memory`. It is unchanged if it has no limit of memory."""
+        """This transform with `limit` as its option `memory`, or unchanged if it sets no limit on memory."""
         return self
 
     @property
     def micro_batches(self) -> int:
-        """How many equal parts the batch is cut into; the step is traced for one of them."""
+        """The number of equal parts that the batch is cut into; the step is traced for one of them."""
         return 1
 
     @property
     def name(self) -> str:
-        """The name of the class in small letters: `_MergeEqual` is `merge_equal`."""
+        """The name of the class in snake case: `_MergeEqual` becomes `merge_equal`."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
@@ -144,8 +143,8 @@ class Transform:
 def _as_text(option: object) -> str:
     """An option as text; a function by its name.
 
-    The text of a transform is part of its program, which ranks and plan files compare. So it has no addresses, as
-    Python prints them for methods, partials and objects: they differ from process to process.
+    The text of a transform is part of its program, which ranks and plan files compare. So it leaves out the addresses
+    that Python prints for methods, partials and objects: they differ from process to process.
     """
     if inspect.isfunction(option):
         return option.__name__
@@ -153,39 +152,39 @@ def _as_text(option: object) -> str:
 
 
 def constructor(build: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that returns a transform, with an error for `@build` without a call."""
+    """Decorate a function that returns a transform, so that `@build` without a call is an error."""
 
     @functools.wraps(build)
     def checked(*args: P.args, **options: P.kwargs) -> R:
         if len(args) == 1 and callable(args[0]) and not options:
             parameters = inspect.signature(build).parameters.values()
-            needed = [p.name for p in parameters if p.default is p.empty]
-            options_by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            required = [p.name for p in parameters if p.default is p.empty]
+            option_names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             step: Any = args[0]
             raise TypeError(
                 f"{build.__name__}: applied to {getattr(step, '__name__', repr(step))} without a call.\n"
                 f"  at {where(Source.of(step))}\n"
-                f"Write @zt.{build.__name__}({', '.join(needed)}): the call takes the options, and returns the "
-                f"transform.{_by_name(options_by_name)}"
+                f"Write @zt.{build.__name__}({', '.join(required)}): the call takes the options, and returns the "
+                f"transform.{_option_hint(option_names)}"
             )
         return build(*args, **options)
 
     return checked
 
 
-def _by_name(options: Sequence[str]) -> str:
-    """What else an error says about a function that is passed to a transform: it may have been meant as an option."""
+def _option_hint(options: Sequence[str]) -> str:
+    """A hint for the error: the function may be meant as one of these options."""
     if not options:
         return ""
     return f" If this function is an option, name it, one of {', '.join(options)}."
 
 
 def rewritten(graph: Graph, transform: Transform) -> Graph:
-    """The program after a transform, verified.
+    """Apply a transform to a program, and verify the result.
 
     Raises:
         TypeError: the rewrite did not return a program.
-        ProgramError: the program is not well formed, or its inputs or outputs have changed. The error names the
+        ProgramError: the new program is not well formed, or its inputs or outputs have changed. The error names the
             transform and the equation.
     """
     new = transform.rewrite(graph)
@@ -209,7 +208,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
 
 @dataclass(frozen=True, repr=False)
 class Chain(Transform):
-    """Several transforms as one, the first to apply first."""
+    """Several transforms as one, in the order in which they are applied."""
 
     transforms: tuple[Transform, ...] = ()
 
@@ -237,10 +236,10 @@ def chain(*transforms: Transform) -> Chain:
 
 
 def appended(transforms: tuple[Transform, ...], transform: Transform) -> tuple[Transform, ...]:
-    """The transforms of a step with another one at the end. One that the step already has is not appended again.
+    """Append a transform to those of a step, unless the step already has it.
 
-    Raises: ValueError if the step has the transform with other options; or if the transform has a mesh, and follows a
-        transform that rewrites the program of one rank, or one with another mesh.
+    Raises: ValueError if the step has the transform with other options; or if the transform has a mesh, but follows a
+        transform that rewrites the program of one rank, or a transform with another mesh.
     """
     if isinstance(transform, Chain):
         return functools.reduce(appended, transform.transforms, transforms)
@@ -264,7 +263,7 @@ def _check_kind(transforms: tuple[Transform, ...], new: Transform) -> None:
 
 
 def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
-    """Raises: ValueError if a transform that distributes the step comes too late, or has a mesh of its own."""
+    """Raises: ValueError if a transform that distributes the step comes too late, or has another mesh than the step."""
     earlier = [t.name for t in transforms if t.phase == Transform.phase and t.mesh is None]
     if earlier:
         raise ValueError(
@@ -280,9 +279,9 @@ def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
 
 
 def with_limit(graph: Graph, transforms: Iterable[Transform]) -> Graph:
-    """The program with the limit of memory that its transforms name, if they do.
+    """The program with the memory limit of its transforms, if they set one.
 
-    Raises: ValueError if two of them name different limits.
+    Raises: ValueError if two transforms set different limits.
     """
     for t in transforms:
         if t.memory_limit is not None:
@@ -300,7 +299,7 @@ def micro_batches_of(transforms: Iterable[Transform]) -> int:
     return max((t.micro_batches for t in transforms), default=1)
 
 
-# ---- how they keep the leaves of the state
+# ---- axes, layouts and memories of state leaves
 
 
 def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
@@ -313,16 +312,16 @@ def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[s
 
 
 def all_axes(
-    transforms: Iterable[Transform], of_leaves: Iterable[Iterable[str]]
+    transforms: Iterable[Transform], axes_of_leaves: Iterable[Iterable[str]]
 ) -> tuple[str, ...]:
-    """The axes of the mesh over which a step is distributed, from those of each leaf of its state.
+    """The axes of the mesh over which a step is distributed, given the axes of each state leaf.
 
-    Joint axes are taken apart. A step may have no leaves, so the axes that are known without them count too.
+    A joint axis counts as its members. A step may have no leaves, so the axes of the transforms themselves count too.
     """
     axes: list[str] = []
     for t in transforms:
         axes += t.axes
-    for leaf_axes in of_leaves:
+    for leaf_axes in axes_of_leaves:
         axes += leaf_axes
     return members_of(axes)
 
@@ -330,7 +329,7 @@ def all_axes(
 def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
     """The layout of a state leaf, from the first transform that chooses one. A number is whole on every rank.
 
-    Of a leaf that the step itself divides over other axes, it is the layout of this rank's part.
+    If the step itself divides the leaf over other axes, this is the layout of this rank's part.
     """
     if not isinstance(leaf, torch.Tensor):
         return ()
@@ -345,7 +344,7 @@ def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layou
 
 
 def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> MemoryKind:
-    """The memory in which these transforms keep a state leaf. A number is on the device."""
+    """The memory that holds a state leaf between steps. A number is on the device."""
     if not isinstance(leaf, torch.Tensor):
         return "device"
     meta_leaf = _meta(leaf)
@@ -353,17 +352,17 @@ def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> Memor
     return "host" if on_host else "device"
 
 
-# ---- leaves of the state without data
+# ---- meta tensors of state leaves
 
 
 def _meta(leaf: object) -> torch.Tensor:
-    """A meta tensor of the shape and dtype of a state leaf. A number is a scalar."""
+    """A meta tensor with the shape and dtype of a state leaf. A number becomes a scalar."""
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def meta_leaves(graph: Graph) -> list[torch.Tensor]:
-    """Meta tensors of the shapes and dtypes of the state leaves, before the step itself divides them."""
+    """Meta tensors with the shapes and dtypes of the whole state leaves, before the step itself divides them."""
     leaves = graph.inputs[: graph.num_state]
     shapes = graph.leaf_shapes or [v.shape for v in leaves]
     return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(leaves, shapes)]
@@ -372,32 +371,32 @@ def meta_leaves(graph: Graph) -> list[torch.Tensor]:
 # ---- options and their errors
 
 
-def check_number(option: str, value: object, kind: str, least: int, *others: object) -> None:
-    """Check an option that is a whole number, at least `least`, or one of `others`.
+def check_number(option: str, value: object, kind: str, least: int, *choices: object) -> None:
+    """Check an option that is a whole number of at least `least`, or one of `choices`.
 
-    Raises: ValueError that says what the option is: `kind`, or one of the others.
+    Raises: ValueError that names the valid values: `kind`, or one of the choices.
     """
-    # True is 1 in Python, and no number of anything.
+    # True is the integer 1 in Python, but nobody means it as a number.
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return
-    if value not in others:
-        alternatives = "".join(f", or {other!r}" for other in others)
+    if value not in choices:
+        alternatives = "".join(f", or {choice!r}" for choice in choices)
         raise ValueError(f"{option}={value!r}; it is {kind}{alternatives}.")
 
 
-def byte_count(option: str, value: Any, least: int, *others: object) -> Any:
-    """An option that is a number of bytes, or one of `others`. A float such as 40e9 is a whole number too.
+def byte_count(option: str, value: Any, least: int, *choices: object) -> Any:
+    """The value of an option that is a number of bytes, or one of `choices`. A float such as 40e9 becomes an int.
 
-    Raises: ValueError that says what the option is.
+    Raises: ValueError that names the valid values.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    check_number(option, value, "a number of bytes", least, *others)
+    check_number(option, value, "a number of bytes", least, *choices)
     return value
 
 
 def no_step(fn: object) -> TypeError:
-    """The error for a transform that is applied to something else than a function."""
+    """The error for a transform that is applied to something other than a function."""
     advice = ""
     if isinstance(fn, tuple):
         advice = "\nUnpack what lift returns: step, state = zt.lift(...)."

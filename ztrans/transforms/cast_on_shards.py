@@ -1,12 +1,12 @@
-"""Gather what each rank computes on its shards of a parameter, instead of the parameter.
+"""Scale and cast parameters on their shards, and gather the results instead of the parameters.
 
     a = wait(all_gather(w))                        m = wait(all_reduce(max(abs(w)), max))
     s = div(448, max(abs(a)))                -->   s = div(448, m); c = cast(mul(w, s), f8)
     b = cast(mul(a, s), f8)                        b = wait(all_gather(c))
 
-All but the gather depends on the state only, so it moves to the start of the step. Some operations commute with a
-gather bit for bit: views that show each element once, and elementwise operations that IEEE 754 rounds correctly. A
-maximum of the whole value is the maximum of those of all shards.
+Everything but the gather depends only on the state, so it moves to the start of the step. Some operations commute with
+a gather bit for bit: views that show each element once, and elementwise operations that IEEE 754 rounds correctly. The
+maximum of the whole value is the maximum over the maxima of all shards.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _EXTREMES: Mapping[object, str] = {
 
 
 def cast_on_shards(graph: Graph) -> Graph:
-    """The program in which parameters are scaled and cast on shards, as far as all that reads them allows it."""
+    """Scale and cast parameters on their shards where all of their readers allow it."""
     starts = _gathers_of_leaves(graph)
     while starts:
         on_shards = OnShards(graph, starts)
         unchanged = [start for start in starts if not on_shards.can_change(start)]
         if not unchanged:
             return _Rewriting(on_shards).run()
-        # A gather that stays may be an obstacle for others, so they are looked at again without it.
+        # A gather that does not change may prevent changes of others, so the analysis runs again without it.
         for start in unchanged:
             del starts[start]
     return graph
 
 
 def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Var]:
-    """The starts of gathers of one leaf of the state, which is cut along one dim, each with the gathered value."""
+    """The starts of gathers of single state leaves that are cut along one dim, each with the gathered value."""
     state = set(graph.inputs[: graph.num_state])
     gathers: dict[Eqn, Var] = {}
     for start, started in pair(graph).starts.items():
@@ -79,7 +79,7 @@ def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Var]:
     return gathers
 
 
-# ---- which operations commute with a gather
+# ---- operations that commute with a gather
 
 
 def _is_bijection(eqn: Eqn) -> bool:
@@ -90,7 +90,7 @@ def _is_bijection(eqn: Eqn) -> bool:
 def _is_exact(eqn: Eqn) -> bool:
     """Whether each element of the result is a correctly rounded function of one element of each argument.
 
-    Left out are complex numbers and an addition with an `alpha`, which may round once or twice, and a cast that changes
+    Not so for complex numbers and additions with an `alpha`, which may round once or twice, nor for a cast that changes
     the device or the order of the elements in memory.
     """
     if len(eqn.outs) != 1 or any(v.dtype.is_complex for v in (*eqn.ins, eqn.out)):
@@ -106,13 +106,13 @@ def _is_exact(eqn: Eqn) -> bool:
 
 
 def _may_move(eqn: Eqn) -> bool:
-    """Whether an equation of forward or backward may run at the start of the step, if all that it reads is there."""
+    """Whether an equation of forward or backward may run at the start of the step, once its arguments are there."""
     is_torch = isinstance(eqn.op, torch._ops.OpOverload)
     return eqn.region != "update" and is_torch and not is_random(eqn)
 
 
 def _extreme(eqn: Eqn) -> str:
-    """`max` or `min`, if an equation computes that of all elements of a value, or of all magnitudes."""
+    """`max` or `min` if an equation computes it over all elements of a value or their magnitudes, else ""."""
     if eqn.out.numel != 1 or eqn.kwargs.get("dtype"):
         return ""
     operation = (_NORM, *eqn.args[1:2]) if eqn.op is _NORM else eqn.op
@@ -128,8 +128,8 @@ class Prologue:
     Equal equations are computed once. Reductions of one kind share a message, so the scales of all parameters take one.
 
     Attributes:
-        eqns: the equations, a start and a wait for each reduction.
-        values: for each value of the program that the prologue computes, the value of the prologue that equals it.
+        eqns: the equations, with a start and a wait for each reduction.
+        values: for each value of the program that the prologue computes, the equal value of the prologue.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -138,11 +138,11 @@ class Prologue:
         inputs = [v for v in graph.inputs if v not in graph.batch and not v.layout]
         self.values: dict[Var, Var] = dict(zip(inputs, inputs))
         self._by_structure: dict[Hashable, Eqn] = {}
-        # How many reductions a value depends on that follow each other.
+        # The length of the longest chain of reductions that a value depends on.
         self._round: dict[Var, int] = {}
 
     def add(self, eqn: Eqn) -> Eqn:
-        """Add an equation, unless there is an equal one. Returns the equation that the prologue has."""
+        """Add an equation, unless the prologue has an equal one. Returns the equation of the prologue."""
         eqn = eqn.with_inputs(lambda v: self.values.get(v, v), region="forward", hint=None)
         key = structure(eqn, lambda v: v)
         if key in self._by_structure:
@@ -156,11 +156,11 @@ class Prologue:
         return eqn
 
     def repeat(self, eqn: Eqn) -> None:
-        """Add an equation of the program, with its results."""
+        """Add an equation of the program, and map its results."""
         self.values.update(zip(eqn.results, self.add(eqn).results))
 
     def reduce(self, eqn: Eqn, term: Var, op: str, path: str) -> None:
-        """Reduce a term, of which each rank has one, to the result of an equation of the program."""
+        """Reduce a value with one term on each rank to the result of an equation of the program."""
         out = eqn.out
         axis = term.layout[0].axis
         name = self.names.fresh(f"{out.name}.all") if out.shape else out.name
@@ -170,17 +170,17 @@ class Prologue:
         if not out.shape:
             self.values[out] = self.add(end.replace(outs=(out,))).out
             return
-        # The result has dims of one element, as with `keepdim`. The message has a scalar.
+        # The result may have dims of one element, as with `keepdim`, but the message carries a scalar.
         end = self.add(end)
         self.values[out] = end.out
         shape = list(out.shape)
         self.repeat(eqn.replace(op=aten.view.default, args=(end.out, shape), kwargs={}))
 
     def is_reduced(self, v: Var) -> bool:
-        """Whether a value of the program, which the prologue computes, depends on a reduction."""
+        """Whether a value that the prologue computes depends on a reduction."""
         return self._round.get(self.values[v], 0) > 0
 
-    def computing(self, results: Iterable[Var]) -> list[Eqn]:
+    def eqns_for(self, results: Iterable[Var]) -> list[Eqn]:
         """The equations that `results` need, in order, with the reductions of a round in buckets."""
         makers = producers(self.eqns)
         needed_eqns = needed([makers[v] for v in results], makers)
@@ -195,17 +195,17 @@ class Prologue:
         return ordered
 
 
-# ---- what each rank can compute on its shards
+# ---- values that each rank can compute on its shards
 
 
 class Gathered(NamedTuple):
-    """How a whole value of the program follows from shards: they are gathered, and `views` are applied.
+    """A whole value of the program as a gather of shards, followed by `views`.
 
     Attributes:
-        shards: the value that is gathered; each rank computes its part.
+        shards: the value to gather; each rank computes its part.
         start: the gather of the parameter that the whole value is computed from.
         views: the views, in order.
-        is_plain: whether only views and casts lead to it from the parameter.
+        is_plain: whether only views and casts lead from the parameter to the value.
     """
 
     shards: Var
@@ -215,13 +215,13 @@ class Gathered(NamedTuple):
 
 
 class OnShards:
-    """What forward and backward compute of gathered parameters that each rank can compute on its shards.
+    """The values of forward and backward that each rank can compute on its shards of parameters.
 
     Attributes:
         gathered: whole values that ranks can compute on their shards; first the gathered parameters themselves.
         prologue: the equations that compute their shards, and scalars.
-        replaced: the equations of the program that are then superfluous.
-        needed: for each gather, the whole values that other equations read, or that the step returns.
+        replaced: the equations of the program that the prologue replaces.
+        needed: for each gather, its whole values that remaining equations read or the step returns.
     """
 
     def __init__(self, graph: Graph, parameters: Mapping[Eqn, Var]) -> None:
@@ -242,25 +242,27 @@ class OnShards:
                 self.needed[gathered.start].append(v)
 
     def is_needed(self, v: Var) -> bool:
-        """Whether the step returns a value, or an equation reads it that no rank computes on shards."""
+        """Whether the step returns a value, or a remaining equation reads it."""
         return v in self.outputs or bool(self.readers(v))
 
     def readers(self, v: Var) -> list[Eqn]:
-        """The equations that read a value as it is."""
+        """The equations that read a value and remain, because the prologue does not replace them."""
         return [e for e in self.readers_of.get(v, ()) if e not in self.replaced]
 
     # ---- the prologue
 
     def _is_readable(self, e: Eqn) -> bool:
-        """Whether ranks have what an equation reads: whole values of one gather, seen in the same way, and scalars.
+        """Whether the prologue has the arguments of an equation: values of one gather with the same views, and scalars.
 
-        The step's own collectives move if they are of scalars, such as maxima over the ranks of tensor parallelism.
+        The step's own collectives move if they reduce scalars, such as maxima over the ranks of tensor parallelism.
         """
         arguments = [self.gathered[v] for v in e.ins if v in self.gathered]
         if rules(e).remote and (arguments or not is_user_collective(e)):
             return False
-        are_alike = len({(gathered.start, gathered.views) for gathered in arguments}) <= 1
-        return are_alike and all(v in self.gathered or v in self.prologue.values for v in e.ins)
+        have_same_views = len({(gathered.start, gathered.views) for gathered in arguments}) <= 1
+        return have_same_views and all(
+            v in self.gathered or v in self.prologue.values for v in e.ins
+        )
 
     def _compute(self, e: Eqn) -> bool:
         """Compute an equation in the prologue, on shards or on scalars. Returns: Whether that is possible."""
@@ -278,9 +280,9 @@ class OnShards:
         return True
 
     def _has_one_shape(self, e: Eqn) -> bool:
-        """Whether an elementwise equation reads whole values of the shape of its result, and scalars.
+        """Whether the arguments of an elementwise equation have the shape of its result, or are scalars.
 
-        It stays if such a value has been cast to eight bits: that is what should be gathered.
+        An equation that reads an eight-bit value does not move: the eight-bit value itself should be gathered.
         """
         for v in e.ins:
             if v not in self.gathered:
@@ -293,34 +295,34 @@ class OnShards:
     def _elementwise(self, e: Eqn, gathered: Gathered) -> Gathered:
         name = self.prologue.names.fresh(f"{e.out.name}.shard")
         out = dataclasses.replace(gathered.shards, name=name, dtype=e.out.dtype)
-        of_shards = e.with_inputs(
+        local = e.with_inputs(
             lambda v: self.gathered[v].shards if v in self.gathered else v, outs=(out,)
         )
-        shards = self.prologue.add(of_shards).out
+        shards = self.prologue.add(local).out
         return gathered._replace(shards=shards, is_plain=gathered.is_plain and e.op is CAST)
 
     def _reduce_extreme(self, e: Eqn, gathered: Gathered) -> None:
-        """Compute the maximum or minimum of a whole value: of the shards, and then over the ranks."""
+        """Compute the maximum or minimum of a whole value: first of the shards, then over the ranks."""
         op = _extreme(e)
         order = e.args[1:2] if e.op is _NORM else ()
         name = self.prologue.names.fresh(f"{e.out.name}.shard")
         term = Var(name, e.out.dtype, (), (Partial(gathered.shards.layout[0].axis, op),))
-        of_shards = e.replace(args=(gathered.shards, *order), kwargs={}, outs=(term,))
-        self.prologue.reduce(e, self.prologue.add(of_shards).out, op, gathered.start.ins[0].name)
+        local = e.replace(args=(gathered.shards, *order), kwargs={}, outs=(term,))
+        self.prologue.reduce(e, self.prologue.add(local).out, op, gathered.start.ins[0].name)
 
     def _has_empty_part(self, shards: Var) -> bool:
-        """Whether a rank has no elements of a value: nothing has no maximum."""
+        """Whether some rank has no elements of a value. An empty part has no maximum."""
         axis = shards.layout[0].axis
         ranks = self.graph.axes[axis]
         rows = shards.shape[split_over(shards, axis).dim]
         return part(rows, ranks, ranks - 1)[1] == 0
 
-    # ---- which gathers change
+    # ---- gathers that change
 
     def can_change(self, start: Eqn) -> bool:
-        """Whether a gather can bring one narrow value, from which all that is read of its parameter follows.
+        """Whether a gather can bring one narrow value from which every needed value of its parameter follows.
 
-        A parameter that is merely cast is not for this module: its gather casts it.
+        If the parameter is only cast, its gather casts it (`fuse_cast_gather`), so it does not change here.
         """
         values = self.needed[start]
         if values and all(self.gathered[v].is_plain for v in values):
@@ -334,7 +336,7 @@ class OnShards:
 
 
 class _Rewriting:
-    """The program whose gathers bring what ranks compute on their shards."""
+    """Writes the program whose gathers bring the values that ranks compute on their shards."""
 
     def __init__(self, on_shards: OnShards) -> None:
         self.on_shards = on_shards
@@ -351,7 +353,7 @@ class _Rewriting:
         for start, values in self.needed.items():
             self.gather_narrow(start, values)
 
-        # What the prologue computes is not computed again where the program had it.
+        # The prologue replaces equal equations of the program.
         eqns = self.prologue_eqns()
         in_prologue = set(producers(eqns))
         for v, value in self.on_shards.prologue.values.items():
@@ -368,17 +370,17 @@ class _Rewriting:
         return dce(rename(edits.applied(), self.alias))
 
     def prologue_eqns(self) -> list[Eqn]:
-        """The equations at the start: all that the gathers send, and the scalars that the program reads."""
+        """The equations at the start of the step: for the shards to gather, and the scalars that the program reads."""
         prologue = self.on_shards.prologue
-        # All values that follow from one gather have the same shards.
+        # All values of one gather have the same shards.
         results = [self.on_shards.gathered[values[0]].shards for values in self.needed.values()]
         for v, value in prologue.values.items():
             if prologue.is_reduced(v) and self.on_shards.is_needed(v):
                 results.append(value)
-        return prologue.computing(results)
+        return prologue.eqns_for(results)
 
     def gather_narrow(self, start: Eqn, values: Sequence[Var]) -> None:
-        """Gather the shards from which `values` follow, and compute these from the gathered value."""
+        """Gather the shards of `values`, and compute the values from the gathered one."""
         end = self.waits[start]
         narrow_start, narrow_end = self.gather(start, values[0], end.out.name)
         self.replacements[start] = [narrow_start]
@@ -389,7 +391,7 @@ class _Rewriting:
             self.replacements[maker] = views
 
     def gather(self, start: Eqn, v: Var, name: str) -> tuple[Eqn, Eqn]:
-        """The start and the wait of a gather of the shards of a whole value, in place of the gather `start`."""
+        """The start and the wait that gather the shards of `v`, to replace the gather `start`."""
         end = self.waits[start]
         shards = self.on_shards.gathered[v].shards
         value = dataclasses.replace(end.out, name=name, dtype=shards.dtype)
@@ -399,7 +401,7 @@ class _Rewriting:
         return narrow_start, narrow_end
 
     def viewed(self, v: Var, value: Var, name: str, reader: Eqn) -> tuple[list[Eqn], Var]:
-        """The views by which a gathered value becomes `v`, in the region of `reader`, and the result, called `name`."""
+        """The views that turn a gathered value into `v`, in the region of `reader`, and the result, named `name`."""
         eqns = []
         views = self.on_shards.gathered[v].views
         for view in views:
@@ -411,7 +413,7 @@ class _Rewriting:
         return eqns, value
 
     def regather(self, start: Eqn, values: Sequence[Var], edits: Rewriter) -> None:
-        """Gather a value of forward for backward too, if that reads it, as stage 3 gathers a parameter."""
+        """Gather `values` again for backward if it reads them, as stage 3 gathers a parameter."""
         readers: dict[Var, list[Eqn]] = {}
         all_readers: set[Eqn] = set()
         for v in values:

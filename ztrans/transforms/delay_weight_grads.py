@@ -1,4 +1,4 @@
-"""Compute weight gradients while the step's own collectives are under way."""
+"""Compute weight gradients while the step's own collectives are in flight."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .base import Transform, check_number, constructor
 
 @constructor
 def delay_weight_grads(*, most: int = 4) -> Transform:
-    """Let matmuls of weight gradients run while a collective that the step's own backward calls is under way.
+    """Run matmuls of weight gradients while a collective of the step's own backward is in flight.
 
     Autograd computes a layer's weight gradients before, or between, the gradients of its inputs. Tensor parallelism
     sums the gradients of inputs over ranks, and the equations that read the sum wait for it. This transform moves
-    matmuls that such a collective does not depend on between its start and its wait: the last `most` before it. Views
-    and casts of their results move with them, and so do equations whose results only they read. Collectives keep their
-    order. The inputs of the moved matmuls live longer.
+    matmuls from before such a collective to between its start and its wait: the last `most` that it does not depend on.
+    Views and casts of their results move with them, and so do equations whose results only they read. Collectives keep
+    their order. The inputs of the moved matmuls live longer.
 
     Rewrites:
         dw = mm(t(x), dy)                       dx = mm(dy, t(w))
@@ -54,58 +54,59 @@ class _DelayWeightGrads(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         readers = users(graph)
-        since: list[Eqn] = []  # the equations after the last collective of the user
+        recent: list[Eqn] = []  # the equations since the last collective of the user
         # A delayed equation has the place of its collective, and comes after it.
         places: dict[Eqn, tuple[int, bool]] = {}
         for i, e in enumerate(graph.eqns):
             places[e] = i, False
             if not is_user_collective(e):
-                since.append(e)
+                recent.append(e)
                 continue
             if e.region == "backward" and is_user_start(e):
-                places.update(dict.fromkeys(self._movable_after(e, since, readers), (i, True)))
-            since = []
+                places.update(dict.fromkeys(self._movable_after(e, recent, readers), (i, True)))
+            recent = []
         return reordered(graph, places.__getitem__)
 
     def _movable_after(
-        self, collective: Eqn, since: Sequence[Eqn], readers: Mapping[Var, Sequence[Eqn]]
+        self, collective: Eqn, recent: Sequence[Eqn], readers: Mapping[Var, Sequence[Eqn]]
     ) -> set[Eqn]:
-        """Which of `since`, the equations after the previous collective, may run after `collective`."""
-        computing = needed([collective], producers(since))
-        among = set(since)
+        """The equations of `recent`, those since the previous collective, that may run after `collective`."""
+        prerequisites = needed([collective], producers(recent))
+        candidates = set(recent)
         delayed: set[Eqn] = set()
         matmuls = 0
-        # From the last to the first, so that the readers of an equation are decided before it is.
-        for e in reversed(since):
-            if e.region != "backward" or e in computing or is_random(e):
+        # From last to first, so that the readers of an equation are decided before the equation itself.
+        for e in reversed(recent):
+            # Draws stay, so that they keep their order.
+            if e.region != "backward" or e in prerequisites or is_random(e):
                 continue
             if not is_matmul(e):
-                own_readers = _readers(e, readers)
+                own_readers = _result_readers(e, readers)
                 if own_readers and delayed.issuperset(own_readers):
                     delayed.add(e)
             elif matmuls < self.most:
-                dependent = _dependent(e, among, readers)
-                if all(map(_prepares, dependent)):
-                    delayed |= {e, *dependent}
+                dependents = _dependents(e, candidates, readers)
+                if all(map(_prepares, dependents)):
+                    delayed |= {e, *dependents}
                     matmuls += 1
         return delayed
 
 
-def _readers(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[Eqn]:
+def _result_readers(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[Eqn]:
     """The equations that read the results of an equation."""
-    found: list[Eqn] = []
+    eqns: list[Eqn] = []
     for v in e.results:
-        found += readers.get(v, ())
-    return found
+        eqns += readers.get(v, ())
+    return eqns
 
 
-def _dependent(e: Eqn, among: Set[Eqn], readers: Mapping[Var, Sequence[Eqn]]) -> set[Eqn]:
-    """The equations of `among` that depend on `e`."""
+def _dependents(e: Eqn, candidates: Set[Eqn], readers: Mapping[Var, Sequence[Eqn]]) -> set[Eqn]:
+    """The equations of `candidates` that depend on `e`."""
 
-    def following(x: Eqn) -> list[Eqn]:
-        return [reader for reader in _readers(x, readers) if reader in among]
+    def next_eqns(x: Eqn) -> list[Eqn]:
+        return [reader for reader in _result_readers(x, readers) if reader in candidates]
 
-    return set(reachable(following(e), following))
+    return set(reachable(next_eqns(e), next_eqns))
 
 
 def _prepares(e: Eqn) -> bool:

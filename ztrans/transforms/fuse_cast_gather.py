@@ -19,20 +19,20 @@ from .cast_on_shards import cast_on_shards
 
 @constructor
 def fuse_cast_gather() -> Transform:
-    """Gather parameters in the dtype in which they are used: half the bytes for bf16, and the same bits.
+    """Gather parameters in the dtype that the step uses: half the bytes for bf16, and the same bits.
 
     A gather moves elements and a cast is elementwise, so the two commute. Casts also commute with views that rearrange
-    elements, but not with a view of the same bytes as another dtype. A gather is fused with the casts that follow it if
-    everything that reads the gathered value casts it to the same narrower dtype, directly or through such views.
+    elements, but not with a view of the same bytes as another dtype. A gather is fused with the casts after it if every
+    reader of the gathered value casts it to the same narrower dtype, directly or through such views.
 
     Rewrites:
         f = all_gather(w)                       f = all_gather(w, bf16)
         a = wait(f)                      -->    a = wait(f)
         b = t(a); c = cast(b, bf16)             b = t(a)               # c is b
 
-    A cast of a scaled parameter moves too, if the scale is one number for the whole tensor, as in fp8 training. The
-    scale may follow from a maximum of the parameter: the maxima of all parameters take one small all_reduce, at the
-    start of the step. At stage 3 backward gathers the fp8 value again.
+    The cast of a scaled parameter moves too, if the scale is one number for the whole tensor, as in fp8 training. The
+    scale may depend on a maximum of the parameter: one small all_reduce at the start of the step finds the maxima of
+    all parameters. At stage 3 backward gathers the fp8 value again.
 
     Rewrites:
         a = wait(all_gather(w))                 m = wait(all_reduce(max(abs(w)), max))
@@ -56,6 +56,7 @@ class _FuseCastGather(Transform):
         new = Rewriter(graph)
         narrow: dict[Var, Var] = {}  # the values that become narrower
         for e in graph.eqns:
+            # A gather that already casts, or that sends a bucket, does not change.
             if not rules(e).moves or e.kwargs["dtype"] is not None or len(e.outs) != 1:
                 continue
             narrowing = _Narrowing(readers, outputs)
@@ -76,7 +77,7 @@ class _FuseCastGather(Transform):
 
 def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     """The equation with its results in their narrower dtype."""
-    outs = tuple(out and narrow.get(out, out) for out in e.outs)
+    outs = tuple(None if out is None else narrow.get(out, out) for out in e.outs)
     e = e.replace(outs=outs)
     if rules(e).moves:
         e = e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype})
@@ -84,11 +85,11 @@ def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
 
 
 class _Narrowing:
-    """What changes if a gather sends a narrower dtype.
+    """The changes to a program if a gather sends a narrower dtype.
 
     Attributes:
-        values: the gathered value and the views of it, which become narrower.
-        casts: the casts that read these, which are then superfluous.
+        values: the gathered value and its views, which become narrower.
+        casts: the casts of these values, which go away.
     """
 
     def __init__(self, readers: Mapping[Var, Sequence[Eqn]], outputs: Set[Var]) -> None:
@@ -98,10 +99,10 @@ class _Narrowing:
         self._outputs = outputs
 
     def dtype_of(self, gather: Eqn) -> torch.dtype | None:
-        """The one narrower dtype to which all uses of a gathered value cast it, or None."""
+        """The one narrower dtype that every use of a gathered value casts it to, or None."""
         (end,) = self._readers[gather.out]
         strided = torch.empty(end.out.shape, dtype=end.out.dtype, device="meta")
-        if not self._follow(end.out, strided):
+        if not self._collect(end.out, strided):
             return None
         dtypes = {cast.kwargs["dtype"] for cast in self.casts}
         if len(dtypes) != 1:
@@ -109,10 +110,10 @@ class _Narrowing:
         (dtype,) = dtypes
         return dtype if dtype.itemsize < gather.out.dtype.itemsize else None
 
-    def _follow(self, v: Var, strided: torch.Tensor) -> bool:
-        """Find the views and casts of a value, which has the strides of a meta tensor.
+    def _collect(self, v: Var, strided: torch.Tensor) -> bool:
+        """Collect the views and casts of a value. `strided` is a meta tensor with its strides.
 
-        Returns: Whether nothing else reads it.
+        Returns: Whether it has no other readers.
         """
         if v in self._outputs:
             return False
@@ -122,7 +123,7 @@ class _Narrowing:
                 self.casts.append(e)
             elif rearranges(e):
                 for out, view in zip(e.outs, compute(e, {v: strided})):
-                    if out is not None and not self._follow(out, view):
+                    if out is not None and not self._collect(out, view):
                         return False
             else:
                 return False
@@ -130,7 +131,7 @@ class _Narrowing:
 
 
 def _only_casts(cast: Eqn, strided: torch.Tensor) -> bool:
-    """Whether a cast neither changes the device nor moves elements, as that of rows with gaps does."""
+    """Whether a cast keeps the device and the strides. A cast of rows with gaps would close the gaps."""
     if cast.kwargs.get("dtype") is None or cast.kwargs.get("device"):
         return False
     memory_format = cast.kwargs.get("memory_format") or torch.preserve_format

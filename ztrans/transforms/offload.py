@@ -1,6 +1,6 @@
 """Keep state that only the update reads, and values of forward, in the memory of the host.
 
-The leaves of the state are moved here. For values of forward there is only a hint, by which a plan chooses among them.
+The transform itself moves leaves of the state. For values of forward it writes a hint, and a plan chooses the values.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ def offload(
     memory: int | float | Literal["auto"] | None = None,
     across_steps: bool = False,
 ) -> Transform:
-    """Use the memory of the host: for leaves of the state that only the update reads, such as moments, between steps;
-    and for values of forward until backward reads them, as many as a limit of memory asks for.
+    """Keep state leaves that only the update reads, such as moments, and values of forward in the memory of the host.
 
-    A leaf is copied to the device under the end of backward, early enough for its update, and its new value is copied
-    back beside the updates that follow. The step ends when the copies back have ended. A value of forward is copied to
-    the host when it has been computed, and back early enough for backward; those that wait the longest go first. With
-    `remat(memory=...)` one plan chooses for each value whether it is kept, recomputed or moved: the link to the host is
-    for what is dear to recompute, as far as compute hides the copies. No bit of a step changes.
+    A leaf is copied to the device during the end of backward, early enough for its update, and its new value is copied
+    back during the updates that follow. The step ends when the copies back have ended.
 
-    On CUDA devices such a leaf is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load` reads it
-    there. Call `torch.cuda.synchronize(device)` before you read or write it yourself. On CPUs it is a tensor like any
-    other, and `lowered.memory_analysis()` counts it apart.
+    With `memory`, the step also copies values of forward to the host once they are computed, and back early enough for
+    backward: as many as the limit requires, and first those that wait the longest. With `remat(memory=...)` one plan
+    decides whether to keep, recompute or move each value. It moves the values that are expensive to recompute, as far
+    as compute hides the copies. No bit of a step changes.
+
+    On CUDA devices a leaf on the host is a pinned tensor on the CPU: `step.shard(state)` puts it there, and `zt.load`
+    reads it there. Call `torch.cuda.synchronize(device)` before you read or write it yourself. On CPUs it is a tensor
+    like any other, and `lowered.memory_analysis()` counts it separately.
 
     Rewrites:
         m1 = lerp(m, g)                          m' = wait(to_device(m)); m1 = lerp(m', g)
@@ -52,18 +53,19 @@ def offload(
         return w1, m1                            m1' = wait(to_host(m1, over=m)); return w1, m1'
 
     Args:
-        where: the leaves to move. A pattern of their paths, as `fnmatch` has them, such as "optimizer.*.exp_avg*"; or
-            `where(path, leaf)`, which gets the path and a meta tensor. Leaves without dims stay on the device.
-        memory: the greatest number of bytes that may be live on the device, a limit on the whole step (as that of
-            `prefetch`). "auto" is the memory of the device, less a reserve, where that is known. By default all values
-            of forward stay on the device.
-        across_steps: let copies of the leaves of `where` to the host go on under the forward of the next step, which
-            waits for them. Until then, what they copy stays on the device too, within the limit of memory.
+        where: the leaves to move. A pattern for `fnmatch` of their paths, such as "optimizer.*.exp_avg*"; or a function
+            `where(path, leaf)` of the path and a meta tensor. Leaves without dims stay on the device.
+        memory: the greatest number of bytes that may be live on the device, a limit on the whole step (the same as in
+            `prefetch`). "auto" is the memory of the device, less a reserve, if it is known. By default all values of
+            forward stay on the device.
+        across_steps: let the copies of `where`'s leaves to the host continue during the forward of the next step, which
+            waits for them. Until then, the values that they copy stay on the device too, within the memory limit.
 
-    Raises: TypeError if `where` is neither, if it and `memory` are missing, or for `across_steps` without `where`;
-        ValueError if `memory` is no number of bytes. When the step is lowered, ValueError if `where` matches no leaf,
-        if forward or backward reads a leaf that it matches, if the step does not fit the limit with all that can be
-        moved on the host, if the cluster's `host_memory` is exceeded, or for micro-batches with `across_steps`.
+    Raises: TypeError if `where` is neither of these, if both `where` and `memory` are missing, or for `across_steps`
+        without `where`; ValueError if `memory` is not a number of bytes. When the step is lowered, ValueError if
+        `where` matches no leaf, if forward or backward reads a leaf that it matches, if the step exceeds the limit with
+        everything movable on the host, if it exceeds the cluster's `host_memory`, or for micro-batches with
+        `across_steps`.
 
     Source: Ren et al., ZeRO-Offload, 2021; Rhu et al., vDNN, 2016; the memory kinds of JAX.
 
@@ -133,18 +135,18 @@ class Offload(Transform):
 
 
 def leaf_by_leaf(graph: Graph) -> Graph:
-    """The program in which the equations that update a leaf on the host stand together.
+    """Group the equations of the update by the leaf on the host that they update.
 
-    An optimizer may compute all first moments, then all second ones, and so on. All of them would then be on the device
-    at once. Scalars of the update, such as a bias correction that every leaf reads, are computed before the first leaf,
-    if they can be.
+    An optimizer may compute all first moments, then all second moments, and so on. Then all of them would be on the
+    device at once. Scalars of the update, such as a bias correction that every leaf reads, are computed before the
+    first leaf, if they can be.
     """
     update_of = _leaf_updates(graph)
-    places = _places_of_moved(graph, update_of)
+    places = _places_of_updates(graph, update_of)
     if not places:
         return graph
     needs = prerequisites(graph)
-    first_moved = min(i for i, e in enumerate(graph.eqns) if update_of.get(e) in places)
+    first_place = min(i for i, e in enumerate(graph.eqns) if update_of.get(e) in places)
     # An equation is sorted by its place. At one place scalars come first.
     keys: dict[Eqn, tuple[int, bool]] = {}
     for i, e in enumerate(graph.eqns):
@@ -153,16 +155,12 @@ def leaf_by_leaf(graph: Graph) -> Graph:
         follows_scalars = True
         if update in places:
             place = places[update]
-        elif update is not None and _makes_scalars(e):
+        elif update is not None and not any(v.shape for v in e.results):
             follows_scalars = False
-            ready = max((keys[maker][0] for maker in needs[e]), default=-1)
-            place = min(max(ready, first_moved), i)
+            earliest = max((keys[maker][0] for maker in needs[e]), default=-1)
+            place = min(max(earliest, first_place), i)
         keys[e] = (place, follows_scalars)
     return reordered(graph, keys.__getitem__, needs)
-
-
-def _makes_scalars(e: Eqn) -> bool:
-    return not any(v.shape for v in e.results)
 
 
 def _may_move(e: Eqn) -> bool:
@@ -171,7 +169,7 @@ def _may_move(e: Eqn) -> bool:
 
 
 def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
-    """For each equation of the update that may move, one equation that stands for its set (union-find).
+    """For each equation of the update that may move, the representative of its set (union-find).
 
     A set has the equations that pass values with dims to each other, so it updates one leaf.
     """
@@ -195,8 +193,8 @@ def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
     return {e: root(e) for e in parents}
 
 
-def _places_of_moved(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:
-    """Where each set with a copy stands: at its first equation that computes. Copies do not count."""
+def _places_of_updates(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:
+    """The place of each set with a copy: its first equation that computes. Copies do not count."""
     places = {update: len(graph.eqns) for e, update in update_of.items() if is_copy(e)}
     for i, e in enumerate(graph.eqns):
         update = update_of.get(e)
@@ -209,8 +207,8 @@ class _MovingLeaves:
     """The edits that move leaves of a program to the host.
 
     Attributes:
-        on_host: for each leaf, the value on the host that takes its place among the inputs.
-        on_device: for each leaf that is read, or returned as another one, its copy on the device.
+        on_host: for each leaf, the value on the host that replaces it among the inputs.
+        on_device: for each leaf that is read, or returned as another leaf, its copy on the device.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -242,13 +240,13 @@ class _MovingLeaves:
         self.on_device[leaf] = wait.out
 
     def applied(self) -> Graph:
-        """The program, in which the new values of the leaves are copied to the host."""
+        """The edited program, which also copies the new values of the leaves to the host."""
         outputs = [substitute(v, lambda v: self.on_device.get(v, v)) for v in self.graph.outputs]
         for i, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
             if leaf in self.on_host:
-                # Where the step returns another leaf here, its value on the device is copied.
-                unchanged = self.graph.outputs[i] is leaf
-                outputs[i] = self.on_host[leaf] if unchanged else self._to_host(leaf, outputs[i])
+                # If the step returns another leaf here, that leaf's value on the device is copied.
+                is_unchanged = self.graph.outputs[i] is leaf
+                outputs[i] = self.on_host[leaf] if is_unchanged else self._to_host(leaf, outputs[i])
         inputs = tuple(self.on_host.get(v, v) for v in self.graph.inputs)
         return self.new.applied().replace(inputs=inputs, outputs=tuple(outputs))
 
@@ -268,9 +266,9 @@ class _MovingLeaves:
 
 def _matches_none(where: Where, graph: Graph) -> ValueError:
     names = [v.name for v in graph.inputs[: graph.num_state] if v.shape]
-    shown = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
+    option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
     return ValueError(
-        f"offload: where={shown} matches no leaf of the state of {graph.name} that has dims.\n"
+        f"offload: where={option} matches no leaf of the state of {graph.name} that has dims.\n"
         f"These are {first_names(names, _LISTED) or 'none'}."
     )
 

@@ -1,6 +1,6 @@
 """Reduce gradients while the backward pass continues.
 
-The transform only writes hints: which equations may move, and within which limits. A plan moves them.
+The transform only writes hints: the equations that may move, and limits on their moves. A plan moves them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def overlap_grads(
     The views, casts and sums of micro-batches between a gradient's matmul and its reduction move with the reduction.
     Otherwise a program that casts all its parameters at the start of the loss would start every reduction at the very
     end of backward, where autograd computes the gradients of these casts. A bucket starts when its last member is
-    computed. Its wait moves to the point at which the reduction is complete, and the update of its parameters then runs
-    while backward continues. If there is memory for it, several buckets are waited for at one point, and their updates
-    share kernel launches. New state that varies over the ranks, such as the statistics of a batch norm, is reduced in
-    buckets as well.
+    computed. Its wait moves to the point where the reduction is complete, and the update of its parameters then runs
+    while backward continues. If memory allows, several buckets are waited for at one point, and their updates share
+    kernel launches. New state that varies over the ranks, such as the statistics of a batch norm, is reduced in buckets
+    as well.
 
     Rewrites:
         g0 = mm(x, dy)                          g0 = mm(x, dy); g1 = cast(t(g0))
@@ -50,16 +50,16 @@ def overlap_grads(
             waiting for the last member. 0 reduces each gradient alone.
         max_matmuls_between: the greatest number of matmuls between the starts of two reductions, or between the first
             gradient and the first start, while a gradient is ready to be sent. None sets no limit.
-        max_in_flight: the greatest size in bytes of the gradients whose reduction was started and not yet waited for.
-            A largest gradient that has more bytes counts in its place, as the limit of all. An unreduced gradient is
-            freed at its wait. None sets no limit besides that of the whole step.
+        max_in_flight: the greatest size in bytes of all gradients whose reduction has started but was not yet waited
+            for. If the largest gradient is larger, its size is the limit. An unreduced gradient is freed at its wait.
+            None leaves only the limit of the whole step.
         update: "eager" updates the parameters of a bucket where it is waited for, unless the update depends on all
             gradients, for instance by a global norm. "last" writes the state only when every reduction of the step is
-            complete. A step that fails before then leaves the old state unchanged, but it takes more memory and
+            complete. A step that fails before then leaves the old state unchanged, but "last" takes more memory and
             overlaps less. On one rank, where nothing is reduced, "eager" runs updates during backward as soon as their
-            gradients have the size of a bucket together, by default 32 MiB, unless that takes more memory.
+            gradients add up to a bucket, by default 32 MiB, unless that takes more memory.
 
-    A step without gradients, such as an evaluation, has nothing to overlap: its program stays as it is.
+    A step without gradients, such as an evaluation, has nothing to overlap: its program does not change.
 
     Raises: ValueError if the program is not sharded: apply shard_params first.
 
@@ -95,7 +95,7 @@ class _OverlapGrads(Transform):
         moves: dict[Eqn, Move] = dict.fromkeys(starts, "reduce")
         for start in starts:
             for v in start.ins:
-                moves.update(dict.fromkeys(_preparing(v, makers), "birth"))
+                moves.update(dict.fromkeys(_preparation(v, makers), "birth"))
         eqns = []
         for e in graph.eqns:
             eqns.append(e.replace(hint=moves[e]) if e in moves else e)
@@ -107,15 +107,15 @@ class _OverlapGrads(Transform):
         )
 
 
-def _preparing(v: Var, makers: Mapping[Var, Eqn]) -> Iterator[Eqn]:
-    """The views, casts, sums and scales from the matmul of a gradient to `v`.
+def _preparation(v: Var, makers: Mapping[Var, Eqn]) -> Iterator[Eqn]:
+    """The views, casts, sums and scales between the matmul of a gradient and `v`.
 
-    `makers` has the values with one reader. What anything else reads stays where it is.
+    `makers` has the values with one reader only: a value with other readers stays in its place.
     """
 
     def makers_of(values: Iterable[Var]) -> list[Eqn]:
-        found = [makers[x] for x in values if x in makers]
-        return [e for e in found if is_view_or_cast(e) or e.op is ADD or e.op in SCALES]
+        eqns = [makers[x] for x in values if x in makers]
+        return [e for e in eqns if is_view_or_cast(e) or e.op is ADD or e.op in SCALES]
 
-    # A parameter that is used a thousand times has a thousand sums, one behind the other.
+    # Not recursive: a parameter with a thousand uses has a chain of a thousand sums.
     return reachable(makers_of([v]), lambda e: makers_of(e.ins))

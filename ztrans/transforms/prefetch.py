@@ -1,6 +1,6 @@
-"""Start the gathers of parameters before these are needed.
+"""Start the gathers of parameters before the parameters are needed.
 
-The transform only writes hints: which gathers may move, and within which limits. A plan moves them.
+The transform only writes hints: the gathers that may move, and limits on their moves. A plan moves them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def prefetch(
 ) -> Transform:
     """Gather parameters in buckets, each just early enough to hide the transfer, within a memory budget.
 
-    With `shard_params(reshard="auto")`, a gathered parameter is also kept from forward to backward if that saves time
-    and the budget allows it. Its second gather is then dropped. If the cluster has several hosts (`by_host`), the ranks
-    of each host may also keep it in parts, and gather it again among themselves.
+    With `shard_params(reshard="auto")`, a gathered parameter also stays in memory from forward to backward if that
+    saves time and the budget allows it. Its second gather is then dropped. If the cluster has several hosts
+    (`by_host`), the ranks of a host may also keep it in parts, and gather it again among themselves.
 
     Rewrites:
         w1 = wait(all_gather([s1])); y = f(w1)         a, b = all_gather([s1, s2])
@@ -35,13 +35,13 @@ def prefetch(
     Args:
         memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is the
             memory of the device less its reserve, `Device.limit`. On CPUs, whose memory is shared with everything
-            else on the host, it is 5% more than the unscheduled program needs, or what the order with one message at
-            a time needs, if that is more.
-        max_in_flight: the greatest number of bytes in gathers that were started and not yet waited for. A largest
-            parameter that has more bytes counts in its place, as the limit of all.
-        across_steps: start the gathers with which a step begins in the update of the step before, as soon as their
-            parameters are written. The program takes them as inputs, and returns those of the next step. A call with
-            another state, or with a state that has changed since, starts them anew. See docs/across-steps.md.
+            else on the host, it is 5% more than the unscheduled program needs, or the need of the order with one
+            message at a time if that is larger.
+        max_in_flight: the greatest number of bytes in gathers that have started but were not yet waited for. If the
+            largest parameter is larger, its size is the limit.
+        across_steps: start the first gathers of a step in the update of the step before, as soon as their parameters
+            are written. The program takes them as inputs, and returns the gathers of the next step. A call with
+            another state, or with a state that has changed since, starts them again. See docs/across-steps.md.
 
     Raises: ValueError if an option is not a number of bytes. When the program is lowered, ValueError if it needs more
         memory than the limit in every order, or has micro-batches and `across_steps`.

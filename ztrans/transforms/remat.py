@@ -16,8 +16,8 @@ from ..ir.op_facts import is_matmul
 from ..ir.recompute import originals, recompute, repeatable, without_repeats
 from .base import Transform, byte_count, constructor
 
-Saves = Callable[[Eqn], bool]  # whether the results of an equation of forward are kept for backward
-Lines = Mapping[str, Demand]  # what becomes of the results of a line, such as "net.py:14"
+Saves = Callable[[Eqn], bool]  # whether to keep the results of an equation of forward for backward
+Lines = Mapping[str, Demand]  # the demand of each line, such as "net.py:14"
 # After the policies of jax.checkpoint: dots_saveable, nothing_saveable and everything_saveable.
 _POLICIES: Mapping[str, Saves] = {
     "save_matmuls": is_matmul,
@@ -35,16 +35,16 @@ def remat(
 ) -> Transform:
     """Recompute activations in backward instead of keeping them: less memory, the same bits.
 
-    Without `memory` and `save`, it recomputes what takes no memory and next to no time: elementwise results, casts,
-    copies and layer norms whose inputs are alive there anyway. A recomputed value may live until another one is
-    recomputed from it, which very seldom raises the peak. Matrix products, attention and random draws are never
+    Without `memory` and `save`, it recomputes values that cost no memory and almost no time: elementwise results,
+    casts, copies and layer norms whose inputs are live in backward anyway. A recomputed value may live until another
+    one is recomputed from it, which very seldom raises the peak. Matrix products, attention and random draws are never
     repeated.
 
-    With `memory`, the plan chooses what is recomputed, so that the whole step stays within this limit and is as fast as
-    it can be: any result of forward, matrix products and attention included. It trades the bytes against those of
-    messages. Kept are random draws, the results of the step's own collectives, and what the update reads. The
-    checkpoints of the step are wishes then, except for MUST_SAVE and MUST_RECOMPUTE. Each value is recomputed right
-    before backward first reads it. With `offload(memory=...)` values may wait on the host instead.
+    With `memory`, the plan may recompute any result of forward, including matrix products and attention. It chooses the
+    fastest step within the limit, and divides the memory between kept values and messages. Random draws, results of the
+    step's own collectives, and values that the update reads are always kept. Checkpoints of the step become
+    preferences, except for MUST_SAVE and MUST_RECOMPUTE. Each value is recomputed right before backward first reads it.
+    With `offload(memory=...)` values may wait on the host instead.
 
     With `save` alone, backward recomputes everything that the policy does not save.
 
@@ -56,17 +56,17 @@ def remat(
 
     Args:
         memory: the greatest number of bytes that may be live on a rank, a hard limit on the whole step. "auto" is the
-            limit that the step has without it: that of another transform, or the memory of the device. On CPUs there
-            may be none; then it is as without `memory`.
-        save: what is kept in any case. "save_matmuls" keeps the results of matrix products and attention,
-            "save_everything" and "save_nothing" are what they say. A function of an equation says whether its results
-            are kept. A dict says it for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`; of
-            other lines only checkpoints recompute values. With "host" the results of a line wait in the memory of the
-            host until backward reads them, as with MUST_CPU_OFFLOAD of a selective checkpoint.
-        at_least: the least size of a value that is recomputed, in bytes.
+            limit that the step already has: the limit of another transform, or the memory of the device. On CPUs there
+            may be none; then "auto" means the same as leaving `memory` out.
+        save: the values that are kept in any case. "save_matmuls" keeps the results of matrix products and attention;
+            "save_everything" and "save_nothing" do what their names say. A function of an equation decides whether its
+            results are kept. A dict decides for lines of the step: `{"net.py:14": "save", "net.py:20": "recompute"}`;
+            on other lines only checkpoints recompute values. With "host" the results of a line wait in the memory of
+            the host until backward reads them, as with MUST_CPU_OFFLOAD of a selective checkpoint.
+        at_least: the least size in bytes of a recomputed value.
 
     Raises: ValueError if `memory` or `at_least` is not a number of bytes, or a policy is unknown. When the step is
-        lowered, ValueError if a line names no equation of forward, or if nothing fits the limit.
+        lowered, ValueError if a line has no equation of forward, or if nothing fits the limit.
 
     Source: PyTorch's min-cut partitioner; Chen et al., "Training deep nets with sublinear memory cost", 2016; the
     policies of jax.checkpoint.
@@ -82,7 +82,7 @@ def remat(
 
 
 def _check_policy(save: object) -> None:
-    """Raises: ValueError for a policy that there is not."""
+    """Raises: ValueError for an unknown policy."""
     if isinstance(save, Mapping):
         for line, demand in save.items():
             if demand not in get_args(Demand):
@@ -113,7 +113,7 @@ class _Remat(Transform):
 
     def rewrite(self, graph: Graph) -> Graph:
         if self._is_limited(graph):
-            # The plan chooses what is recomputed, and checkpoints of the step are wishes.
+            # The plan chooses the values to recompute. Only the demands of checkpoints bind it.
             plain = self._with_demands(without_repeats(graph))
             return plain.with_hints(recompute_at_least=self.at_least)
         if self.save is None:
@@ -123,15 +123,15 @@ class _Remat(Transform):
         return _recompute_unsaved(demanded, None if names_lines else self.at_least)
 
     def _is_limited(self, graph: Graph) -> bool:
-        """Whether the option `memory` is a limit. With "auto" there may be none."""
+        """Whether the option `memory` sets a limit. With "auto" there may be none."""
         if self.memory is None:
             return False
         return self.memory_limit is not None or graph.hints.memory_limit is not None
 
     def _with_demands(self, graph: Graph) -> Graph:
-        """The program in which equations of forward have the demands of the policy. Those of checkpoints stay.
+        """The program with the policy's demands on equations of forward. Demands of checkpoints take precedence.
 
-        Raises: ValueError if a line names no equation of forward.
+        Raises: ValueError if a line has no equation of forward.
         """
         if self.save is None:
             return graph
@@ -152,9 +152,9 @@ class _Remat(Transform):
 
 
 def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
-    """What lines of the step demand of the equations of forward.
+    """The demand on each equation of forward that comes from one of the lines.
 
-    Raises: ValueError if a line has no equation of forward, or none of its values could wait on the host as it says.
+    Raises: ValueError if a line has no equation of forward, or demands "host" and none of its values can wait there.
     """
     demand_of: dict[Eqn, Demand] = {}
     lines_of_forward: set[str] = set()
@@ -174,18 +174,18 @@ def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
                 f"Its lines are {', '.join(sorted(lines_of_forward))}."
             )
         if lines[line] == "host":
-            _check_moves(graph, line, demand_of)
+            _check_host_line(graph, line, demand_of)
     return demand_of
 
 
-def _check_moves(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -> None:
+def _check_host_line(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -> None:
     """Raises: ValueError if no result of a line can wait on the host."""
     results: set[Var] = set()
     for e, demand in demand_of.items():
         if demand == "host" and _is_from(e, line):
             results.update(e.results)
     movable = values_for_backward(graph)
-    if results and movable.isdisjoint(results):
+    if results and not any(v in movable for v in results):
         raise ValueError(
             f"remat: save moves the values of {line} to the host, and none of them can be there until backward: it "
             f"does not read them, or the update reads them too, or the step returns them.\n"
@@ -194,20 +194,21 @@ def _check_moves(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -> No
 
 
 def _is_from(e: Eqn, line: str) -> bool:
-    """Whether an equation comes from a line. It may name a file by its last folders, as in "models/net.py:14"."""
+    """Whether an equation comes from a line. The line may name the last folders too, as in "models/net.py:14"."""
     return e.source is not None and f"/{e.source.file}:{e.source.line}".endswith(f"/{line}")
 
 
 def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
-    """Recompute what lines and checkpoints demand, and all other values of forward from `at_least` bytes on.
+    """Recompute the values that lines and checkpoints demand, and all other values of at least `at_least` bytes.
 
-    Without `at_least`, nothing is recomputed but what is demanded. What a policy saves is not recomputed, also within a
-    checkpoint.
+    If `at_least` is None, only the demanded values are recomputed. A value that the policy saves is never recomputed,
+    even within a checkpoint.
     """
     plain = without_repeats(graph)
     root = liveness(plain).root
     makers = producers(plain.eqns)
     values = set()
+    # Only owners of storage are chosen: their views are recomputed with them.
     for v in originals(graph).values():
         if root[v] is v and makers[v].demand != "save":
             values.add(v)

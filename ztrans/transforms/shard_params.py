@@ -1,8 +1,8 @@
 """Turn a plain step into the program of one rank of many (ZeRO stages 0 to 3, HSDP).
 
-State is sharded between steps. Forward and backward run on whole parameters, which are gathered where they are used.
-Gradients are reduced where autograd returns them. The update runs on shards as far as a table of rules knows how; other
-equations of the update run on whole values (see `sharding.rules`). A loss that is divided by a `psum` is a warning.
+State is sharded between steps. Forward and backward gather parameters where they use them. Gradients are reduced where
+autograd returns them. The update runs on shards wherever a table of rules knows how, and elsewhere on whole values (see
+`sharding.rules`). A loss that is divided by a `psum` causes a warning.
 """
 
 from __future__ import annotations
@@ -63,35 +63,35 @@ def shard_params(
         axis: the mesh axis to shard over. Each of its ranks gets its own slice of the batch. Several axes, such as
             ("dp", "cp"), act as one; the name of a flattened mesh stands for its axes. `axis(path, leaf)` returns the
             axis of each state leaf: "dp" for experts, and ("dp", "ep") for all others. The batch differs over the axes
-            of all leaves. Over those that a leaf does not have, each rank holds another leaf, such as its own experts.
+            of all leaves. Over an axis that a leaf does not have, each rank holds a leaf of its own, such as an expert.
         stage: 3 gathers a parameter for forward and again for backward. 2 keeps it from forward to backward. 1 also
             accumulates the gradients of micro-batches unsharded, and reduces them once. 0 replicates everything and
-            all-reduces gradients (DDP). "auto" is 1, 2 or 3, which store the same state: the lowest that fits the
-            memory, of those that are fastest. It is chosen when the step is lowered for a cluster, and the notes of the
-            plan have the time and the peak of each.
+            all-reduces gradients (DDP). "auto" is 1, 2 or 3, which store the same state: the fastest that fits the
+            memory, and the lowest of equally fast ones. `Step.lower` chooses it for a cluster; the notes of the plan
+            list the time and the peak of each.
         reshard: at stage 3, "always" drops every parameter between forward and backward. With a number n, each n
             neighbours on the axis keep a parameter in n parts, and backward gathers it among them: with the ranks of a
             host, it sends nothing to other hosts. "auto" lets `prefetch` keep the parameters whose second gather costs
             time, whole or in parts, within its memory budget.
-        where: `where(path, leaf)` says whether to shard a state leaf; by default all are. The others are replicated,
-            and so is a leaf whose rows are fewer than half of the ranks.
-        dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, as by default. It must be the
+        where: `where(path, leaf)` says whether to shard a state leaf; by default all are sharded. Other leaves are
+            replicated, and so is a leaf with fewer rows than half of the ranks.
+        dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, the default. It must be the
             same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
         independent_axis: an axis of the mesh, or several, along which ranks train separate models on purpose. Any other
-            axis over which a step reduces nothing is a warning.
-        reduce_dtype: the dtype in which real gradients are sent, which changes results; by default their own. Complex
+            axis over which a step reduces nothing causes a warning.
+        reduce_dtype: the dtype of real gradients in messages, by default their own. It changes results. Complex
             gradients are sent in their own dtype. Between hosts, sums of half-precision gradients are sent in fp32,
             unless this is half precision.
         outputs: "mean" averages the float scalars that depend on the batch, such as a loss, over the axis. Each rank
-            returns its own values of other outputs, such as logits. "local" averages none.
+            returns its own values of other outputs, such as logits. "local" averages nothing.
 
-    The functions get the path of a leaf, and a meta tensor of its shape before the step itself divides it.
+    The functions get the path of a leaf, and a meta tensor with its shape before the step itself divides it.
 
     Raises: ValueError if the mesh has no such axis, or an option is unknown. When the step is lowered, ValueError if a
-        leaf does not have the dim along which it is to be cut, if the number of `reshard` does not divide the ranks of
-        an axis, if a value that depends on the batch enters the state unreduced, if an update cannot run on shards, or
-        if an integer scalar that depends on the batch is an output.
+        leaf lacks the dim to cut, if the number `reshard` does not divide the ranks of an axis, if a value that depends
+        on the batch enters the state unreduced, if an update cannot run on shards, or if an integer scalar that depends
+        on the batch is an output.
 
     Source: Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023 (hpZ); PyTorch FSDP2; JAX's check_vma.
 
@@ -130,15 +130,15 @@ def shard_params(
 def _checked(
     mesh: DeviceMesh | AbstractMesh, name: str, value: Axis, replicate_axis: str | None = None
 ) -> Axis:
-    """An option that names one axis of the mesh or several, these in the order of the mesh.
+    """The value of an option that names one axis of the mesh or several. Several are put in the order of the mesh.
 
-    Raises: ValueError if the mesh does not have one of them.
+    Raises: ValueError if the mesh lacks one of them.
     """
     order = [axis for axis, _ in mesh_axes(mesh)]
     names = members_of_flat(mesh, value) if isinstance(value, str) else tuple(value)
     if not names or not set(names) <= set(order):
         raise ValueError(
-            f"shard_params: {name}={value!r} is no axis of the mesh, which has {', '.join(map(repr, order))}."
+            f"shard_params: {name}={value!r} is not an axis of the mesh, which has {', '.join(map(repr, order))}."
         )
     if replicate_axis in names:
         raise ValueError(
@@ -148,9 +148,9 @@ def _checked(
 
 
 def _one_axis(mesh: DeviceMesh | AbstractMesh, name: str, value: str) -> str:
-    """An option that names one axis of the mesh.
+    """The value of an option that names one axis of the mesh.
 
-    Raises: ValueError if the mesh does not have it, or if it names a flattened mesh of several axes.
+    Raises: ValueError if the mesh lacks it, or if it names a flattened mesh of several axes.
     """
     axis = _checked(mesh, name, value)
     if isinstance(axis, str):
@@ -190,7 +190,7 @@ class ShardParams(Transform):
         return self._with_replicas(self.axis)
 
     def _with_replicas(self, axis: Axis) -> tuple[str, ...]:
-        """The axis over which a leaf is sharded, several as a joint one, and that of its replicas."""
+        """The axis over which a leaf is sharded, several as one joint axis, and the axis of its replicas."""
         joint = joint_axis(_as_tuple(axis), [name for name, _ in mesh_axes(self.mesh)])
         return (joint, self.replicate_axis) if self.replicate_axis else (joint,)
 
@@ -206,20 +206,20 @@ class ShardParams(Transform):
         if self.stage == 0 or not shape or is_replicated:
             return ()
         dim = self._dim(path, leaf)
-        axis = self.leaf_axes(path, leaf)[0]  # the others are those of its replicas
+        axis = self.leaf_axes(path, leaf)[0]  # a second one would be the axis of replicas
         if not is_worth_splitting(shape[dim], self._ranks(axis)):
             return ()
         return (Split(axis, dim),)
 
     def _ranks(self, axis: str) -> int:
-        """The number of ranks of an axis, which may be a joint one."""
+        """The number of ranks of an axis or a joint axis."""
         sizes = dict(mesh_axes(self.mesh))
         return math.prod(sizes[member] for member in members(axis))
 
     def _dim(self, path: str, leaf: torch.Tensor) -> int:
         """The dim along which a leaf is cut, counted from the front.
 
-        Raises: ValueError if the leaf does not have it.
+        Raises: ValueError if the leaf lacks it.
         """
         dim = self.dim(path, leaf) if self.dim is not None else None
         if dim is None:
@@ -241,7 +241,7 @@ class ShardParams(Transform):
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
         plain = graph.replace(mesh=mesh_axes(self.mesh), zero_stage=self.stage, joint=joint)
         plain = plain.with_hints(regather=self.reshard)
-        # From stage 2 on each micro-batch reduces its own gradients, so that they need the memory of shards only.
+        # From stage 2 on, each micro-batch reduces its own gradients, so that only their shards take memory.
         if self.stage <= 1:
             plain = reduce_once(plain)
         self._warn_of_unreduced_axes(plain, axes)
@@ -252,7 +252,7 @@ class ShardParams(Transform):
         """Raises: ValueError if the neighbours that keep parameters do not divide the ranks of an axis."""
         if not isinstance(self.reshard, int) or self.stage != 3:
             return
-        for axis in dict.fromkeys(of_leaf[0] for of_leaf in axes.by_leaf.values()):
+        for axis in dict.fromkeys(leaf_axes[0] for leaf_axes in axes.by_leaf.values()):
             ranks = self._ranks(axis)
             if ranks > self.reshard and ranks % self.reshard:
                 raise ValueError(
@@ -261,17 +261,20 @@ class ShardParams(Transform):
                 )
 
     def _warn_of_unreduced_axes(self, graph: Graph, axes: LeafAxes) -> None:
-        """Warn of an axis of the mesh over which nothing is reduced: each rank along it trains a model of its own."""
+        """Warn of an axis of the mesh over which nothing is reduced: the ranks along it train separate models."""
         unreduced = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
         unreduced -= {*members_of(_as_tuple(self.independent_axis or ()))}
         for e in graph.eqns:
             axis = rules(e).axis(e) if is_user_start(e) else None  # of tensor or expert parallelism
-            if axis is not None:
-                # A group that is not an axis of the mesh may join ranks along any axis.
-                unreduced -= {*members(axis)} if axis in graph.axes else unreduced
-        is_trained = not depending(graph.eqns, graph.batch).isdisjoint(
-            variables(graph.outputs[: graph.num_state])
-        )
+            if axis is None:
+                continue
+            if axis in graph.axes:
+                unreduced -= {*members(axis)}
+            else:  # a group that is not an axis of the mesh may join ranks along any axis
+                unreduced.clear()
+        depends_on_batch = depending(graph.eqns, graph.batch)
+        new_state = variables(graph.outputs[: graph.num_state])
+        is_trained = any(v in depends_on_batch for v in new_state)
         if unreduced and is_trained:
             names = " and ".join(repr(axis) for axis, _ in graph.mesh if axis in unreduced)
             warnings.warn(
@@ -293,8 +296,8 @@ def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
 
         loss = loss_sum / zt.psum(count)     -->     loss = zt.global_mean(loss_sum, count)
 
-    Gradients and scalar outputs are averaged over the ranks. So the quotient is right only if it is summed afterwards,
-    or multiplied by the number of ranks.
+    Gradients and scalar outputs are averaged over the ranks. So the quotient is right only if the step then sums it
+    over the ranks, or multiplies it by their number.
     """
     ranks = math.prod(graph.axes[axis] for axis in axes)
     if ranks == 1:
@@ -313,7 +316,7 @@ def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
 
 
 class _PsumQuotients:
-    """Where a plain program divides a value by a `psum`, and what becomes of the quotient."""
+    """Finds the places where a plain program divides a value by a `psum` and averages the quotient."""
 
     def __init__(self, graph: Graph, axes: Sequence[str], ranks: int) -> None:
         self.ranks = ranks
@@ -321,24 +324,21 @@ class _PsumQuotients:
         self.makers = producers(graph.eqns)
         self.readers = users(graph)
         outputs = graph.outputs[graph.num_state :]
-        # Of the outputs, these are averaged over the ranks.
-        self.averaged_outputs = set()
-        for v in outputs:
-            if v in self.varying and not v.shape:
-                self.averaged_outputs.add(v)
+        self.averaged_outputs = {v for v in outputs if v in self.varying and not v.shape}
 
     def divides_by_psum(self, e: Eqn) -> bool:
-        """Whether an equation divides a value that varies by one that was computed from a `psum` alone."""
+        """Whether an equation divides a varying value by an invariant one that depends on a `psum`."""
         if e.op is not torch.ops.aten.div.Tensor or not isinstance(e.args[1], Var):
             return False
         value, divisor = e.args
         if value not in self.varying or divisor in self.varying or divisor.shape:
             return False
         makers = [self.makers[divisor]] if divisor in self.makers else []
-        return any(REDUCTIONS.get(x.op) == "sum" for x in reachable(makers, self._invariant_inputs))
+        invariant = reachable(makers, self._invariant_makers)
+        return any(REDUCTIONS.get(x.op) == "sum" for x in invariant)
 
-    def _invariant_inputs(self, e: Eqn) -> list[Eqn]:
-        """The equations that compute arguments which are the same on all ranks, as every psum is."""
+    def _invariant_makers(self, e: Eqn) -> list[Eqn]:
+        """The equations that compute the arguments of `e` that are the same on all ranks, as every psum is."""
         makers = []
         for v in e.ins:
             if v in self.makers and v not in self.varying:
@@ -346,8 +346,8 @@ class _PsumQuotients:
         return makers
 
     def is_too_small(self, e: Eqn) -> bool:
-        """Whether a quotient is averaged over the ranks, and is nowhere multiplied by their number."""
-        # Some users multiply by the number of ranks themselves, before or after the division.
+        """Whether a quotient is averaged over the ranks, without a factor of the number of ranks."""
+        # Users may multiply by the number of ranks themselves, before or after the division.
         numerator = self.makers.get(e.args[0])
         if numerator is not None and self._multiplies_by_ranks(numerator):
             return False
@@ -357,7 +357,7 @@ class _PsumQuotients:
         return any(map(self._is_averaged, multiples))
 
     def _linear_readers(self, e: Eqn) -> list[Eqn]:
-        """The equations, but for those of backward, whose results are multiples of those of `e`."""
+        """The equations outside of backward whose results are multiples of the results of `e`."""
         linear: list[Eqn] = []
         for v in e.results:
             for reader in self.readers.get(v, ()):
@@ -370,7 +370,7 @@ class _PsumQuotients:
 
     def _is_averaged(self, e: Eqn) -> bool:
         is_mean = REDUCTIONS.get(e.op) == "mean"
-        return is_mean or not self.averaged_outputs.isdisjoint(e.results)
+        return is_mean or any(v in self.averaged_outputs for v in e.results)
 
 
 def _is_linear(e: Eqn) -> bool:

@@ -1,1 +1,1 @@
-"""What `shard_params` does to each equation of a plain program: axes of leaves, layouts of values, sharding rules."""
+"""How `shard_params` rewrites each equation of a plain program: axes of leaves, layouts of values, sharding rules."""

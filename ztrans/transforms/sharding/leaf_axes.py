@@ -1,7 +1,7 @@
-"""Over which mesh axes each leaf of a state is sharded or replicated, and its gradient reduced.
+"""The mesh axes over which each state leaf is sharded or replicated, and its gradient reduced.
 
 Most leaves have the same axes. The experts of an expert-parallel model do not: each rank of `ep` holds other experts.
-So their gradients are reduced over `dp` alone, and those of all other leaves over the joint axis `dp*ep`.
+So their gradients are reduced over `dp` alone, and all other gradients over the joint axis `dp*ep`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...ir.axes import members, members_of
@@ -27,8 +26,8 @@ class LeafAxes:
     Attributes:
         all: the axes of the mesh over which the batch differs.
         main: the axis over which most leaves are sharded.
-        by_leaf: the axes of each leaf, joint ones included; the first is that over which the leaf is sharded.
-        absent: the axes of `all` that a leaf does not have. Each rank of these holds another leaf.
+        by_leaf: the axes of each leaf, including joint ones; the leaf is sharded over the first.
+        absent: the axes of `all` that a leaf does not have. Each rank along them holds another leaf.
     """
 
     all: tuple[str, ...]
@@ -38,7 +37,7 @@ class LeafAxes:
 
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
-        """The axes of the leaves of a plain program, as the options of `shard_params` say."""
+        """The axes of the leaves of a plain program, from the options of `shard_params`."""
         by_leaf: dict[Var, tuple[str, ...]] = {}
         for v, leaf in zip(graph.inputs, meta_leaves(graph)):
             by_leaf[v] = options.leaf_axes(v.name, leaf)
@@ -46,26 +45,28 @@ class LeafAxes:
         absent = {}
         for v, axes in by_leaf.items():
             absent[v] = frozenset(every_axis) - {*members_of(axes)}
-        # A state may have no leaves, and then the axes are known only if they do not depend on leaves.
-        firsts = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
-        main = max(dict.fromkeys(firsts), key=firsts.count)
+        # A state without leaves still has the axes that do not depend on leaves.
+        sharded_axes = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
+        main = max(dict.fromkeys(sharded_axes), key=sharded_axes.count)
         return LeafAxes(every_axis, main, by_leaf, absent)
 
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:
-        """The joint axes among those of the leaves."""
-        axes = dict.fromkeys(chain.from_iterable(self.by_leaf.values()))
-        return tuple(axis for axis in axes if len(members(axis)) > 1)
+        """The joint axes of the leaves, each once."""
+        joint_axes: dict[str, None] = {}
+        for axes in self.by_leaf.values():
+            joint_axes.update((axis, None) for axis in axes if len(members(axis)) > 1)
+        return tuple(joint_axes)
 
-    def cover(self, varies: Set[str], leaf: Var | None = None) -> list[str]:
-        """The axes, joint ones where possible, over which to reduce a value that differs over `varies`.
+    def cover(self, varying_axes: Set[str], leaf: Var | None = None) -> list[str]:
+        """The axes over which to reduce a value that differs over `varying_axes`; joint ones where possible.
 
         A gradient is reduced over the joint axes of its `leaf`, even if it is the same along one of their members:
         the mean does not change.
         """
         leaf_axes = self.by_leaf.get(leaf, ()) if leaf is not None else ()
-        axes = [axis for axis in leaf_axes if not varies.isdisjoint(members(axis))]
-        uncovered = set(varies) - {*members_of(axes)}
+        axes = [axis for axis in leaf_axes if not varying_axes.isdisjoint(members(axis))]
+        uncovered = set(varying_axes) - {*members_of(axes)}
         for axis in (*self.joint, *self.all):
             if uncovered >= {*members(axis)}:
                 axes.append(axis)

@@ -1,7 +1,7 @@
-"""The values of the program of one rank: which layout each value of the plain program has there, and what changes it.
+"""The values of the program of one rank, and the collectives that change their layouts.
 
-The walk asks for values in the layouts in which equations read them. Where a value has another layout, collectives are
-added to the program, once for all equations that read the value in this way.
+The walk asks for each value in the layout that an equation reads. If the value has another layout, collectives are
+added to the program, once for all equations that read the value in that layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EndOfStep(NamedTuple):
     region: Region = "update"
 
 
-# What reads a value. Equations that change the layout of the value for it have its region and its line.
+# The reader of a value. Equations that change the layout of the value for it have its region and its line.
 Reader = Eqn | EndOfStep
 
 
@@ -43,7 +43,7 @@ class RankValues:
 
     Attributes:
         eqns: the equations.
-        with_layout: values that are split over the mesh, or of which each rank has a term. Each has one layout.
+        with_layout: values that are split over the mesh, or have a term on each rank. Each has one layout.
         without_layout: values that are whole on every rank, or vary.
         producers: the equations of the plain program, by the values that they compute.
     """
@@ -56,9 +56,9 @@ class RankValues:
         self.with_layout: dict[Var, Var] = {}
         self.without_layout: dict[Var, Var] = {}
         self._converted: dict[tuple[Var, Placement], Var] = {}
-        # Views and casts of values that will be gathered, which are computed where they are used.
+        # Views and casts of values that will be gathered. They are computed where they are used.
         self._deferred: dict[Var, Eqn] = {}
-        # For each value, the whole value in each phase of a step.
+        # For each value of the plain program, its whole value in each phase of a step.
         self._gathered: dict[Var, dict[Phase | None, Var]] = {}
         self._phase: Phase = (0, "forward")
 
@@ -79,14 +79,14 @@ class RankValues:
     # ---- values in a layout
 
     def value(self, v: Var, reader: Reader) -> Var:
-        """A value in the layout that it has."""
+        """A value in its own layout."""
         return self.with_layout.get(v) or self.whole_value(v, reader)
 
     def in_layout(self, v: Var, to: Placement, reader: Reader) -> Var:
         """A value in the layout that an equation of the update needs."""
         value = self.value(v, reader)
         axis = value.layout[0].axis if value.layout else None
-        # Between layouts over two axes, the value is whole.
+        # From one axis to another, the value becomes whole in between.
         if axis is not None and (to is None or to.axis != axis):
             value = self._convert(value, None, axis, reader)
         return value if to is None else self._convert(value, to, to.axis, reader)
@@ -100,7 +100,7 @@ class RankValues:
         return self._converted[value, to]
 
     def whole_value(self, v: Var, reader: Reader) -> Var:
-        """A value whole on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
+        """The whole value on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
         if v in self.without_layout:
             return self.without_layout[v]
         phase = self._phase if self.options.stage == 3 else None
@@ -132,7 +132,7 @@ class RankValues:
     def _compute_deferred(
         self, deferred: Eqn, phase: Phase | None, reader: Reader, is_first: bool
     ) -> None:
-        """Compute a view or a cast of a gathered value for a reader; the first computation keeps its names."""
+        """Compute a view or a cast of a gathered value for a reader. Only the first computation keeps its names."""
         outs = deferred.outs
         if not is_first:
             outs = tuple(None if out is None else self._renamed(out) for out in outs)
@@ -163,21 +163,22 @@ class RankValues:
         """Reduce `x` over each of the `axes` to `out`.
 
         With `to`, the reduction over its axis comes first and scatters. If `x` is the same along that axis, it is cut
-        before it is reduced; if it differs along a part of that axis, the result is whole.
+        before the reductions; if it differs along only some members of that axis, the result is whole.
         """
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         is_real_grad = role == "grad" and not x.dtype.is_complex
         dtype = self.options.reduce_dtype if is_real_grad else None
-        order = list(axes)
+        ordered_axes = list(axes)
         cut: Split | None = None
-        if to is not None and to.axis in order:
-            order.sort(key=lambda axis: axis != to.axis)
+        if to is not None and to.axis in ordered_axes:
+            # After the reduction that scatters, the others send only shards.
+            ordered_axes.sort(key=lambda axis: axis != to.axis)
         elif to is not None and {*members(to.axis)}.isdisjoint(members_of(axes)):
             cut = to
         value = self._value_to_send(x, cut, dtype, reader)
-        for axis in order:
+        for axis in ordered_axes:
             split = to if to is not None and axis == to.axis else None
-            name = out.name if axis == order[-1] else f"{out.name}.{axis}"
+            name = out.name if axis == ordered_axes[-1] else f"{out.name}.{axis}"
             site = self._site(reader, Provenance(role, (path,), axis), fixed_name=out.name)
             eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
             self.eqns.extend(eqns)
@@ -186,14 +187,14 @@ class RankValues:
     def _value_to_send(
         self, x: Var, cut: Split | None, dtype: torch.dtype | None, reader: Reader
     ) -> Var:
-        """The value to send for `x` in `dtype`. If `x` was cast from `dtype` to a wider one, it is the narrow value."""
+        """The value to send for `x` in `dtype`. If `x` is a widening cast of a value of `dtype`, it is that value."""
         cast = self.producers.get(x)
         if cast is not None and cast.op is CAST and _widens(cast, dtype):
             x = cast.args[0]
         return self.in_layout(x, cut, reader)
 
     def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
-        """Where new equations are: `fixed_name` is a name of the plain program, which their result keeps."""
+        """The site of new equations. `fixed_name` is a name of the plain program, which their result keeps."""
 
         def fresh(name: str) -> str:
             return name if name == fixed_name else self.names.fresh(name)
@@ -202,7 +203,7 @@ class RankValues:
 
 
 def _widens(cast: Eqn, dtype: torch.dtype | None) -> bool:
-    """Whether a cast widens a value of `dtype`, so that a cast back to it gives the same bits."""
-    former = cast.args[0].dtype
+    """Whether a cast widens a value of `dtype`, so that a cast back gives the same bits."""
+    narrow = cast.args[0].dtype
     wide = cast.out.dtype
-    return former == dtype and torch.promote_types(former, wide) == wide
+    return narrow == dtype and torch.promote_types(narrow, wide) == wide

@@ -1,8 +1,8 @@
 """The sharding rules that users register for their operators.
 
 `torch.distributed.tensor.experimental.register_sharding` writes them to a table of DTensor, which is not public.
-DTensor chooses among the layouts that a rule accepts. It is asked about one equation at a time, with shapes only: there
-is no process group, and no data.
+DTensor chooses among the layouts that a rule accepts. We ask it about one equation at a time, with shapes only: it
+needs neither a process group nor data.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -37,9 +37,9 @@ def _mesh(size: int) -> DeviceMesh:
 def registered_rule(
     eqn: Eqn, placements: Sequence[Placement], axis: str, size: int
 ) -> tuple[list[Placement], list[Placement]]:
-    """The placements of the arguments and of the results of a user's operator. Terms are reduced before it.
+    """The placements of the arguments and the results of a user's operator. Terms are reduced before it.
 
-    Raises: NoRule if no rule is registered for the operator, or if it accepts no layout of these values.
+    Raises: NoRule if no rule is registered for the operator, or if the rule accepts no layout of these values.
     """
     dispatcher = DTensor._op_dispatcher
     mesh = _mesh(size)
@@ -74,7 +74,7 @@ def registered_rule(
 
 
 def _placement(spec: DTensorSpec | None, axis: str) -> Placement:
-    """A placement of DTensor as one of ours; a result without one is no tensor.
+    """Convert a placement of DTensor to one of ours. A result without a spec, which is not a tensor, is whole.
 
     Raises: NoRule for a placement that programs do not have, such as a strided shard.
     """

@@ -10,8 +10,8 @@ Parameters, their gradients and the state of their optimizers are cut along one 
     lists         cut, unless they are joined along that dim          stack, cat
 
 Linear operations also run on terms. Everything else runs on whole values, and so does a product that sums over the cut
-dim, unless its result is a single number. So an operation that this table does not know costs messages, but never gives
-wrong numbers. An operator of a user has the rule that was registered for it by
+dim, unless its result is a single number. So an operation that is missing from this table costs messages, but never
+gives wrong numbers. A user's operator has the rule that the user registered with
 `torch.distributed.tensor.experimental.register_sharding`.
 """
 
@@ -31,7 +31,7 @@ from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, 
 from ...ir.operations import compute
 from .registered_rules import NoRule, registered_rule
 
-# Reductions, and what combines their results on parts. Norms are combined by their order.
+# Reductions, and the operation that combines their results on parts. Norms are combined by their order.
 _REDUCTIONS: Mapping[str, str] = {
     "all": "min",
     "amax": "max",
@@ -43,7 +43,7 @@ _REDUCTIONS: Mapping[str, str] = {
     "min": "min",
     "sum": "sum",
 }
-# Products as `torch.einsum` writes them: the indices of each factor and of the result. A summand comes first.
+# Products in the notation of `torch.einsum`: the indices of each factor and of the result. A summand comes first.
 _PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "addmm": (("ij", "ik", "kj"), "ij"),
     "addmv": (("i", "ik", "k"), "i"),
@@ -54,13 +54,13 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "mv": (("ik", "k"), "i"),
 }
 # Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
-# under conditions of their own.
+# under further conditions, in `_on_terms`.
 _ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
 Cuts = Sequence[Split | None]
 
 
 class Rule(NamedTuple):
-    """The placements in which an equation reads its `ins`, and those of its `outs`."""
+    """The placements of the `ins` of an equation as it reads them, and of its `outs`."""
 
     ins: Sequence[Placement]
     outs: Sequence[Placement]
@@ -85,17 +85,17 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
 
 def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule | None:
     """The rule of an operation of PyTorch, or None if it runs on whole values."""
-    # Tensors that the step reads from outside. They are whole on every rank, and not among `eqn.ins`.
+    # The constants of the step: tensors from outside of it. They are whole on every rank, and not in `eqn.ins`.
     constants = tensors_in((eqn.args, eqn.kwargs))
     cuts = [p if isinstance(p, Split) else None for p in placements]
     if not any(cuts):
         return None if constants else _on_terms(eqn, placements)
-    if any(x.ndim for x in constants):
+    if any(x.ndim for x in constants):  # it would have to be cut as well
         return None
-    kinds = [_elementwise, _fused_optimizer]
+    rules_of_kinds = [_elementwise, _fused_optimizer]
     if all(v.numel for v in eqn.ins):
-        kinds += [_view, _reduction, _product, _list]
-    for rule_of_kind in kinds:
+        rules_of_kinds += [_view, _reduction, _product, _list]
+    for rule_of_kind in rules_of_kinds:
         sharding_rule = rule_of_kind(eqn, cuts, axis, size)
         if sharding_rule is not None:
             return sharding_rule
@@ -106,7 +106,7 @@ def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -
 
 
 def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """The result is cut as the largest of the arguments that are cut."""
+    """The result is cut like the largest argument that is cut."""
     if not _is_elementwise(eqn):
         return None
     # Dims are counted from the last one, because shapes are broadcast from there.
@@ -135,7 +135,7 @@ def _is_elementwise(eqn: Eqn) -> bool:
 
 
 def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """A fused optimizer of one parameter is elementwise, and reads a whole step count and rate."""
+    """A fused optimizer of one parameter is elementwise, except that it reads a whole step count and rate."""
     if not op_facts(eqn.op).fused_update:
         return None
     cut = next(cut for cut in cuts if cut is not None)
@@ -150,11 +150,11 @@ def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 
 def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """Each result of a view is cut along the dim that runs over the same memory as the cut dim of the argument."""
+    """Each result of a view is cut along the dim that covers the same memory as the cut dim of the argument."""
     cut = cuts[0]
     if cut is None or not op_facts(eqn.op).view:
         return None
-    if "stride" in _arguments(eqn):  # the strides of a part are others
+    if "stride" in _arguments(eqn):  # a part has other strides
         return None
     v = eqn.ins[0]
     whole_value = torch.empty(v.shape, dtype=v.dtype, device="meta")
@@ -168,10 +168,10 @@ def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 
 def _dim_of_rows(view: torch.Tensor, x: torch.Tensor, cut_dim: int, size: int) -> int | None:
-    """The dim along which the parts of a view show the same memory as the parts of `x` along `cut_dim`, or None.
+    """The dim along which the parts of a view cover the same memory as the parts of `x` along `cut_dim`, or None.
 
-    Such a dim runs over the same number of bytes as the rows of `x`, and a part of it over those of a part of `x`. All
-    sizes and steps are in bytes, because a view may have another dtype.
+    The whole dim covers as many bytes as the rows of `x`, and a part of it as many as a part of `x`. All sizes and
+    steps are in bytes, because a view may have another dtype.
     """
     rows = x.shape[cut_dim]
     row_bytes = x.stride(cut_dim) * x.element_size()
@@ -186,9 +186,9 @@ def _dim_of_rows(view: torch.Tensor, x: torch.Tensor, cut_dim: int, size: int) -
 
 
 def _stays_within_rows(view: torch.Tensor, steps: Sequence[int], dim: int, all_bytes: int) -> bool:
-    """Whether each row of a view along `dim` shows a single row of the value.
+    """Whether each row of a view along `dim` lies within a single row of the value.
 
-    A step along another dim must stay within a row, or pass by all of the rows, as a dim before the cut one does.
+    A step along another dim must stay within a row, or skip all rows, as a dim before the cut one does.
     """
     reach = view.storage_offset() * view.element_size() % all_bytes
     for other_dim, step in enumerate(steps):
@@ -210,14 +210,14 @@ def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     dims = _reduced_dims(eqn)
     if cut.dim not in dims:
         dim = cut.dim
-        if len(eqn.out.shape) < len(shape):  # the dims before it are gone
-            dim -= sum(reduced < cut.dim for reduced in dims)
+        if len(eqn.out.shape) < len(shape):  # the result lacks the reduced dims
+            dim -= sum(reduced_dim < cut.dim for reduced_dim in dims)
         return Rule(cuts, [Split(axis, dim)] * len(eqn.outs))
-    combined_by = _combined_by(name, _arguments(eqn), shape[cut.dim], size)
-    # A second result has the positions of a maximum, which differ in a part.
-    if combined_by is None or len(eqn.outs) > 1:
+    combining_op = _combining_op(name, _arguments(eqn), shape[cut.dim], size)
+    # A second result has the positions of a maximum, which are counted from the start of a part.
+    if combining_op is None or len(eqn.outs) > 1:
         return None
-    return Rule(cuts, [Partial(axis, combined_by)])
+    return Rule(cuts, [Partial(axis, combining_op)])
 
 
 def _reduced_dims(eqn: Eqn) -> set[int]:
@@ -228,20 +228,20 @@ def _reduced_dims(eqn: Eqn) -> set[int]:
     return {dim % count for dim in dims or range(count)}
 
 
-def _combined_by(name: str, arguments: Mapping[str, Any], rows: int, size: int) -> str | None:
-    """What combines the results of a reduction on the parts of `rows` rows, or None if nothing does."""
-    combined_by: str | None = _REDUCTIONS[name]
-    if combined_by == "norm":
+def _combining_op(name: str, arguments: Mapping[str, Any], rows: int, size: int) -> str | None:
+    """The operation that combines the results of a reduction on parts of `rows` rows, or None if there is none."""
+    op: str | None = _REDUCTIONS[name]
+    if op == "norm":
         order = float(arguments.get("ord", 2))
         if 0 < order < math.inf:
             return f"norm{order}"
-        combined_by = {math.inf: "max", -math.inf: "min"}.get(order)
-    if combined_by == "mean" and rows % size:
+        op = {math.inf: "max", -math.inf: "min"}.get(order)
+    if op == "mean" and rows % size:
         return None  # parts of different sizes have different weights
-    # Nothing has no maximum. That any or all of nothing are true is defined.
+    # An empty part has no maximum. But `any` and `all` of nothing are defined.
     has_empty_part = part(rows, size, size - 1)[1] == 0
-    is_extreme = combined_by in ("max", "min") and name not in ("any", "all")
-    return None if is_extreme and has_empty_part else combined_by
+    is_extreme = op in ("max", "min") and name not in ("any", "all")
+    return None if is_extreme and has_empty_part else op
 
 
 # ---- products
@@ -253,7 +253,7 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     if name not in _PRODUCTS:
         return None
     factors, result = _PRODUCTS[name]
-    # A summand may have fewer dims than the result: those at the front are broadcast.
+    # A summand may lack dims at the front of the result, along which it is broadcast.
     indices = [factor[len(factor) - len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
     index = _only_cut_index(eqn, indices, cuts)
     if index is None:
@@ -265,21 +265,24 @@ def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
     else:
         return None
     ins: list[Placement] = []
-    for of_factor in indices:
-        ins.append(Split(axis, of_factor.index(index)) if index in of_factor else None)
+    for own_indices in indices:
+        ins.append(Split(axis, own_indices.index(index)) if index in own_indices else None)
     return Rule(ins, [out])
 
 
 def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
-    """The index along which factors are cut; None if there are two, or a summand is broadcast along it."""
-    cut_indices = {of_factor[cut.dim] for of_factor, cut in zip(indices, cuts) if cut is not None}
+    """The index along which factors are cut; None if there are two, or if a summand is broadcast along it."""
+    cut_indices = set()
+    for own_indices, cut in zip(indices, cuts):
+        if cut is not None:
+            cut_indices.add(own_indices[cut.dim])
     if len(cut_indices) > 1:
         return None
     (index,) = cut_indices
     lengths = set()
-    for of_factor, v in zip(indices, eqn.ins):
-        if index in of_factor:
-            lengths.add(v.shape[of_factor.index(index)])
+    for own_indices, v in zip(indices, eqn.ins):
+        if index in own_indices:
+            lengths.add(v.shape[own_indices.index(index)])
     return index if len(lengths) == 1 else None
 
 
@@ -306,19 +309,19 @@ def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
 
 
 def _on_terms(eqn: Eqn, placements: Sequence[Placement]) -> Rule | None:
-    """The rule of an operation that may run before its arguments are reduced. They are terms, or whole."""
+    """The rule of an operation that may run before its arguments are reduced. They are terms, or whole values."""
     terms = [p for p in placements if isinstance(p, Partial)]
-    on_terms = Rule(placements, terms[:1] * len(eqn.outs))
-    are_alike = set(placements) == {terms[0]}
-    if are_alike and _moves_elements(eqn):
-        return on_terms
-    # What follows is linear, which a maximum or a norm is not.
+    rule_on_terms = Rule(placements, terms[:1] * len(eqn.outs))
+    are_equal_terms = set(placements) == {terms[0]}
+    if are_equal_terms and _moves_elements(eqn):
+        return rule_on_terms
+    # The other operations are linear. They commute with a sum or a mean, but not with a maximum or a norm.
     if terms[0].op not in ("sum", "mean") or not _keeps_kind(eqn):
         return None
-    if are_alike and _is_sum_or_cast(eqn):
-        return on_terms
+    if are_equal_terms and _is_sum_or_cast(eqn):
+        return rule_on_terms
     is_scaled = len(terms) == 1 and placements[0] is not None and eqn.op in SCALES
-    return on_terms if is_scaled else None
+    return rule_on_terms if is_scaled else None
 
 
 def _is_sum_or_cast(eqn: Eqn) -> bool:
@@ -327,13 +330,13 @@ def _is_sum_or_cast(eqn: Eqn) -> bool:
 
 
 def _keeps_kind(eqn: Eqn) -> bool:
-    """Whether all values are of one dtype, or real numbers. A cast to integers or to bools is not linear."""
+    """Whether all values have one dtype, or are real floats. A cast to integers or bools is not linear."""
     dtypes = {v.dtype for v in (*eqn.ins, *eqn.results)}
     return len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
 
 
 def _moves_elements(eqn: Eqn) -> bool:
-    """Whether the elements of the results are those of the arguments."""
+    """Whether the results have the elements of the arguments, unchanged."""
     return adds_zero(eqn) or rearranges(eqn) or op_facts(eqn.op).name in ("stack", "cat", "clone")
 
 

@@ -1,7 +1,7 @@
-"""How `shard_params` turns a plain program into the program of one rank, equation by equation.
+"""Turn a plain program into the program of one rank, equation by equation.
 
 Equations of forward and backward read whole values, which are gathered where they are used. Equations of the update run
-on shards as far as their rules allow. A gradient is reduced at its mark. Each leaf of the new state has the layout of
+on shards where their rules allow it. A gradient is reduced at its mark. Each leaf of the new state has the layout of
 the old leaf.
 """
 
@@ -40,10 +40,10 @@ REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
 
 def shard_program(graph: Graph, options: ShardParams) -> Graph:
-    """The program of one rank of a plain program.
+    """The program of one rank for a plain program.
 
-    The first walk finds out which equations of the update want whole values. If others before these should then run on
-    whole values too, a second walk makes the program.
+    The first walk finds the equations of the update whose rules want whole values. If equations before these should
+    then run on whole values too, a second walk makes the program.
     """
     walk = Walk(graph, options)
     program = walk.run()
@@ -56,14 +56,14 @@ def shard_program(graph: Graph, options: ShardParams) -> Graph:
 def whole_value_eqns(
     graph: Graph, wants_whole: Set[Eqn], layout_of: Callable[[Var], Layout]
 ) -> set[Eqn]:
-    """The equations of the update that run on whole values, on every rank.
+    """The equations of the update that run on whole values on every rank.
 
         x = cast(g); n = norm(x); y = div(x, n); a = mm(y, t(y))
           -->   x_full = wait(all_gather(x)); n = norm(x_full); y = div(x_full, n); ...
 
-    These are the equations whose rules want whole values, and those before them that need no more bytes from other
-    ranks than their results would need. So Muon's matrices are gathered once, in bf16, and their updates have the bits
-    that they have in one process.
+    These are the equations whose rules want whole values, and all equations before them that need no more bytes from
+    other ranks than their results would. So Muon's matrices are gathered once, in bf16, and their updates have the same
+    bits as in one process.
 
     Args:
         wants_whole: the equations whose rules want whole values.
@@ -73,7 +73,7 @@ def whole_value_eqns(
     whole_values: set[Var] = set()
     # Backwards, so that the readers of a value are known before the equation that computes it.
     for e in reversed(graph.eqns):
-        makes_whole_value = e.region == "update" and not whole_values.isdisjoint(e.results)
+        makes_whole_value = e.region == "update" and any(v in whole_values for v in e.results)
         if e in wants_whole or (makes_whole_value and _is_cheap_whole(e, whole_values, layout_of)):
             runs_whole.add(e)
             whole_values.update(e.ins)
@@ -81,18 +81,15 @@ def whole_value_eqns(
 
 
 def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], Layout]) -> bool:
-    """Whether to gather what an equation reads sends no more bytes than to gather its results."""
+    """Whether a gather of an equation's arguments sends no more bytes than a gather of its results."""
     if not isinstance(e.op, torch._ops.OpOverload) or is_random(e) or is_user_collective(e):
         return False
-    gathered = set()
-    for v in e.ins:
-        # What another equation needs whole is gathered anyway.
-        if layout_of(v) and v not in whole_values:
-            gathered.add(v)
-    return _size(gathered) <= _size(e.results)
+    # A value that another equation needs whole is gathered anyway.
+    arguments = {v for v in e.ins if layout_of(v) and v not in whole_values}
+    return _whole_bytes(arguments) <= _whole_bytes(e.results)
 
 
-def _size(values: Iterable[Var]) -> int:
+def _whole_bytes(values: Iterable[Var]) -> int:
     """The bytes of whole values."""
     return sum(v.numel * v.dtype.itemsize for v in values)
 
@@ -102,13 +99,13 @@ class Walk:
 
     Attributes:
         runs_whole: the equations of the update that run on whole values, whatever their rules say.
-        wants_whole: the equations of the update whose rules want whole values of arguments that are cut.
+        wants_whole: the equations of the update that have cut arguments, but whose rules want whole values.
         values: the program of one rank so far.
-        axes: over which axes each leaf is sharded or replicated.
+        axes: the axes over which each leaf is sharded or replicated.
         leaves: the leaves of the state in the program of one rank.
         varying: the axes over which values differ from rank to rank because of the batch.
         varying_by_leaf: the axes over which values differ because ranks hold other leaves, such as their own experts.
-        of_tensors: the values that depend on a tensor of the state or of the batch.
+        tensor_dependent: the values that depend on a tensor of the state or of the batch.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Walk:
         self.readers = users(graph)
         self.leaves = self.local_leaves()
         tensors = (*graph.inputs[: graph.num_state], *graph.batch)
-        self.of_tensors = depending(graph.eqns, tensors)
+        self.tensor_dependent = depending(graph.eqns, tensors)
         self._means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
@@ -157,14 +154,14 @@ class Walk:
         return leaves
 
     def layout_of(self, v: Var) -> Layout:
-        """The layout that the walk has given to a value of the plain program."""
+        """The layout that the walk has chosen for a value of the plain program; () if the value is whole."""
         value = self.values.with_layout.get(v)
         return value.layout if value is not None else ()
 
     # ---- equations
 
     def add(self, eqn: Eqn) -> None:
-        """Add an equation of the plain program to that of one rank."""
+        """Add an equation of the plain program to the program of one rank."""
         if eqn.op is GRADIENT:
             self.add_gradient(eqn)
         elif eqn.op in REDUCTIONS:
@@ -196,7 +193,7 @@ class Walk:
         placements = [on_axis(self.values.value(v, eqn).layout, axis) for v in eqn.ins]
         sharding_rule = self.rule(eqn, placements, axis)
         has_cuts = any(isinstance(p, Split) for p in placements)
-        # A second walk runs more equations on whole values for the sake of these (see `shard_program`).
+        # A second walk may run equations before this one on whole values too (see `shard_program`).
         if has_cuts and not any(sharding_rule.ins):
             self.wants_whole.add(eqn)
         if is_random(eqn) and any(placements) and not any(sharding_rule.outs):
@@ -206,7 +203,7 @@ class Walk:
         outs: list[Var | None] = []
         for out, placement in zip(eqn.outs, sharding_rule.outs):
             layout = (placement,) if placement else ()
-            outs.append(out and dataclasses.replace(out, layout=layout))
+            outs.append(None if out is None else dataclasses.replace(out, layout=layout))
         # The rule has a placement for each variable that the equation reads, in this order.
         remaining = iter(sharding_rule.ins)
         local = eqn.with_inputs(
@@ -219,14 +216,14 @@ class Walk:
     def rule(self, eqn: Eqn, placements: list[Placement], axis: str) -> Rule:
         """The sharding rule of an equation of the update.
 
-        Raises: ValueError if it calls an operator of a user without a rule.
+        Raises: ValueError if it calls a user's operator that has no rule.
         """
         if eqn in self.runs_whole:
             return Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
         if is_user_collective(eqn):
             layouts = accepted_layouts(eqn, [(p,) if p else () for p in placements])
-            parts = [on_axis(layout, axis) for layout in layouts]
-            return Rule(parts, parts)
+            accepted = [on_axis(layout, axis) for layout in layouts]
+            return Rule(accepted, accepted)
         try:
             return rule(eqn, placements, axis, self.graph.axes.get(axis, 1))
         except NoRule as error:
@@ -235,12 +232,13 @@ class Walk:
     def cut_axis(self, eqn: Eqn) -> str:
         """The axis over which an equation of the update runs on parts or terms, or "" if it runs on whole values.
 
-        It is the axis over which most arguments are split, and of two such axes the one with more ranks. An axis over
-        which ranks hold other leaves is left out. If each host has leaves of its own, a host needs the whole result for
-        them, so the result is cut over the ranks inside a host.
+        It is the axis over which most arguments are split; of two such axes, the one with more ranks. An axis over
+        which ranks hold other leaves does not count. If each host has leaves of its own, a host needs the whole result
+        for them, so the result is cut over the ranks inside a host.
         """
-        by_leaf = (self.varying_by_leaf.get(v, INVARIANT) for v in eqn.ins)
-        axes_of_own_leaves = frozenset[str]().union(*by_leaf)
+        axes_of_own_leaves: set[str] = set()
+        for v in eqn.ins:
+            axes_of_own_leaves |= self.varying_by_leaf.get(v, INVARIANT)
         axes: list[str] = []
         for v in eqn.ins:
             for placement in self.values.value(v, eqn).layout:
@@ -254,25 +252,25 @@ class Walk:
     def check_draw(self, eqn: Eqn) -> None:
         """Check that no two ranks draw random numbers for the same elements in the update.
 
-        Raises: ValueError if they would, each its own numbers.
+        Raises: ValueError if two ranks would draw different numbers for an element.
         """
-        apart: set[str] = set()  # the axes whose ranks have different elements
+        disjoint_axes: set[str] = set()  # the axes whose ranks have different elements
         for v in eqn.ins:
-            apart.update(self.varying_by_leaf.get(v, ()))
+            disjoint_axes.update(self.varying_by_leaf.get(v, ()))
             cut_axes = [p.axis for p in self.layout_of(v) if isinstance(p, Split)]
-            apart.update(members_of(cut_axes))
-        if any(self.graph.axes[axis] > 1 and axis not in apart for axis in self.axes.all):
+            disjoint_axes.update(members_of(cut_axes))
+        if any(self.graph.axes[axis] > 1 and axis not in disjoint_axes for axis in self.axes.all):
             draw = f"a random draw ({op_name(eqn.op)}) in the update"
             raise self.unreduced(eqn, f"{draw}, of a value that is not sharded,")
 
     # ---- reductions
 
     def add_gradient(self, eqn: Eqn) -> None:
-        """Add the mark of a gradient: that of an invariant value is reduced here, that of a varying value is not.
+        """Add a gradient. It is reduced over the axes along which it varies with the batch, but its leaf does not.
 
-        A leaf that differs over an axis, such as the experts of a rank, already has the terms of all ranks of that
-        axis: collectives of backward bring them. The loss is a mean over that axis too, so its gradient is divided by
-        the number of these ranks, and not reduced over them.
+        The gradient of a leaf that differs over an axis, such as the experts of a rank, already has the terms of all
+        ranks of that axis: collectives of backward bring them. The loss is a mean over that axis too, so the gradient
+        is divided by the number of these ranks, but not reduced over them.
         """
         gradient, value = eqn.args
         over_batch = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
@@ -282,7 +280,8 @@ class Walk:
         over_leaves = self.varying_by_leaf.get(value, INVARIANT)
         axes = self.axes.cover(over_batch - over_leaves, value)
         summed_ranks = math.prod(self.graph.axes[axis] for axis in over_batch & over_leaves)
-        # The mean over `axes`. Over the axes on which ranks hold other leaves it is a sum, until it is divided below.
+        # The reduction gives the mean over `axes`. Over axes whose ranks hold other leaves it is still a sum, and is
+        # divided below.
         reduced = eqn.out
         if summed_ranks > 1:
             name = self.values.names.fresh(f"{eqn.out.name}.sum")
@@ -296,7 +295,7 @@ class Walk:
             self.add_quotient(eqn, self.values.value(reduced, eqn), summed_ranks)
 
     def add_quotient(self, eqn: Eqn, value: Var, ranks: int) -> None:
-        """Divide a value by a number of ranks. The quotient is the result of `eqn`."""
+        """Divide a value by a number of ranks, to give the result of `eqn`."""
         quotient = dataclasses.replace(value, name=eqn.out.name)
         args = (value, ranks)
         self.values.eqns.append(
@@ -313,21 +312,19 @@ class Walk:
         x = eqn.args[0]
         out = eqn.out
         axes = self.reduction_axes(eqn)
-        how = REDUCTIONS[eqn.op]
-        varies = self.may_vary_over(x) & set(axes)
-        equal_ranks = math.prod(self.graph.axes[axis] for axis in axes if axis not in varies)
-        if how == "sum" and equal_ranks > 1 and x.dtype != torch.bool:
+        op = REDUCTIONS[eqn.op]
+        varying_axes = self.may_vary_over(x) & set(axes)
+        equal_ranks = math.prod(self.graph.axes[axis] for axis in axes if axis not in varying_axes)
+        if op == "sum" and equal_ranks > 1 and x.dtype != torch.bool:
             multiple = out
-            if varies:
+            if varying_axes:
                 multiple = dataclasses.replace(x, name=self.values.names.fresh(x.name))
             self.add(eqn.replace(op=aten.mul.Tensor, args=(x, equal_ranks), outs=(multiple,)))
             x = multiple
-        if varies:
-            reduced_axes = self.axes.cover(varies)
+        if varying_axes:
+            reduced_axes = self.axes.cover(varying_axes)
             split = self.split_of_reduced(x, out, reduced_axes)
-            self.values.reduce(
-                x, out, reduced_axes, split, eqn, op=how, role="pmean", path=out.name
-            )
+            self.values.reduce(x, out, reduced_axes, split, eqn, op=op, role="pmean", path=out.name)
         elif x is not out:
             self.values.bind(out, self.values.value(x, eqn))
 
@@ -348,7 +345,7 @@ class Walk:
         return split if split is not None and split.axis in reduced_axes else None
 
     def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
-        """How the update reads a value: a new leaf of the state in the split of the old one; None for a whole value."""
+        """The split in which the update reads a value; None if it is whole. A new leaf has the split of the old one."""
         graph = self.graph
         splits = {leaf.split for leaf, new in zip(self.leaves, graph.outputs) if new is out}
         if splits:
@@ -368,19 +365,19 @@ class Walk:
             return self.axes.all
         if not {*members(axis)} <= {*self.axes.all}:
             raise ValueError(
-                f"shard_params: {eqn.op} over {axis!r}, which is none of its axes ({', '.join(self.axes.all)}).\n"
+                f"shard_params: {eqn.op} over {axis!r}, which is not one of its axes ({', '.join(self.axes.all)}).\n"
                 f"  at {where(eqn.source)}\n"
                 f"Name the axis that the step is sharded over."
             )
         return members(axis)
 
     def varies_over(self, v: Var) -> frozenset[str]:
-        """The axes over which a value differs from rank to rank, because of the batch or because the state does."""
+        """The axes over which a value differs from rank to rank, because the batch or the state does."""
         return self.varying.get(v, INVARIANT) | self.varying_by_leaf.get(v, INVARIANT)
 
     def may_vary_over(self, v: Var) -> frozenset[str]:
-        """As `varies_over`. What is computed from numbers and constants alone, as the size of a batch, may vary."""
-        return self.varies_over(v) if v in self.of_tensors else frozenset(self.axes.all)
+        """As `varies_over`, but values computed from numbers alone, such as a batch size, may vary as well."""
+        return self.varies_over(v) if v in self.tensor_dependent else frozenset(self.axes.all)
 
     # ---- outputs
 
@@ -388,7 +385,7 @@ class Walk:
         """A leaf of the new state, in the layout of the old leaf.
 
         Args:
-            plain, local: the old leaf in the plain program, and in that of one rank.
+            plain, local: the old leaf in the plain program, and in the program of one rank.
             out: the new leaf in the plain program.
         """
         absent = self.axes.absent.get(plain, INVARIANT)
@@ -407,7 +404,7 @@ class Walk:
             return out
         if self.varies_over(out) and self.options.outputs == "mean" and not out.shape:
             return self.averaged(out, None, "output", "output")
-        # Other values that vary are not averaged: the samples of a batch are not the same on two ranks.
+        # Other values that vary are not averaged: two ranks have different samples of the batch.
         return self.values.in_layout(out, None, self.end(out))
 
     def end(self, out: Var) -> EndOfStep:
@@ -421,9 +418,9 @@ class Walk:
         to: Split | None,
         name: str,
         role: Literal["state", "output"],
-        but_over: Set[str] = INVARIANT,
+        excluded_axes: Set[str] = INVARIANT,
     ) -> Var:
-        """The mean of a value over all axes over which it differs, except for those of `but_over`."""
+        """The mean of a value over all axes over which it differs, except for `excluded_axes`."""
         end = self.end(out)
         if not (out.dtype.is_floating_point or out.dtype.is_complex):
             raise ValueError(
@@ -433,10 +430,10 @@ class Walk:
                 f"averaged over the ranks, or pass outputs='local'."
             )
         # Two outputs may be one value, whose mean is computed once.
-        key = (out, to, role, frozenset(but_over))
+        key = (out, to, role, frozenset(excluded_axes))
         if key not in self._means:
             mean = dataclasses.replace(out, name=self.values.names.fresh(f"{out.name}.mean"))
-            axes = self.axes.cover(self.varies_over(out) - but_over)
+            axes = self.axes.cover(self.varies_over(out) - excluded_axes)
             self.values.reduce(out, mean, axes, to, end, op="mean", role=role, path=out.name)
             self._means[key] = mean
         return self.values.in_layout(self._means[key], to, end)
@@ -444,7 +441,7 @@ class Walk:
     # ---- errors
 
     def no_rule(self, eqn: Eqn, error: NoRule) -> ValueError:
-        # An operator that changes its arguments is itself an argument, of the equation that copies them.
+        # An operator that mutates its arguments is itself the first argument of an equation that copies them.
         first = eqn.args[0] if eqn.args else None
         op: Any = first if isinstance(first, torch._ops.OpOverload) else eqn.op
         types = ", ".join(self.values.value(v, eqn).type for v in eqn.ins)
@@ -458,8 +455,8 @@ class Walk:
         """The equation through which a varying value enters the update: `eqn` or one that it depends on."""
         makers = self.values.producers
         while eqn is not None:
-            inputs = (makers[v] for v in eqn.ins if v in self.varying and v in makers)
-            earlier = next((maker for maker in inputs if maker.region == "update"), None)
+            varying_makers = [makers[v] for v in eqn.ins if v in self.varying and v in makers]
+            earlier = next((e for e in varying_makers if e.region == "update"), None)
             if earlier is None:
                 break
             eqn = earlier
@@ -477,7 +474,7 @@ class Walk:
 
 
 def _advice(op: Any) -> str:
-    """What to do about an operator of the user that has no rule."""
+    """The remedy for a user's operator that has no rule."""
     if isinstance(op, torch._ops.HigherOrderOperator):
         return (
             "Call it inside of an operator that returns new tensors (torch.library.custom_op, triton_op), and tell "
