@@ -44,10 +44,10 @@ def test_a_saved_plan_replaces_an_old_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("edits, message", [
     ({"update": "nonsense"}, "does not hold a plan (update is 'nonsense'; it is one of 'eager', 'last', 'as written')."),
     ({"gathers": 3}, "does not hold a plan (gathers is 3; it is a list of pairs, of the names of members and of a place)."),
-    ({"reductions": [["a", "the end"]]}, """does not hold a plan (reductions holds ('a', 'the end'), which is no pair of the names of members and of a place)."""),
+    ({"reductions": [["a", "the end"]]}, """does not hold a plan (reductions holds ('a', 'the end'), which is not a pair of the names of members and of a place)."""),
     ({"dropped": [3]}, "does not hold a plan (dropped is (3,); it is a list of strings)."),
     ({"program": None}, "does not hold a plan (program is None; it is the hash of a program)."),
-    ({"gather": []}, "does not hold a plan (it has 'gather', which is no field of a plan)."),
+    ({"gather": []}, "does not hold a plan (it has 'gather', which is not a field of a plan)."),
     ({"update": "as written"}, "does not hold a plan (update is 'as written', and a program as written has no buckets)."),
 ])  # fmt: skip
 def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
@@ -61,7 +61,7 @@ def test_a_file_without_a_json_object_is_refused(tmp_path):
     (tmp_path / "step.plan").write_text("[1, 2]")
     with pytest.raises(
         ValueError,
-        match=r"step\.plan does not hold a plan \(it is a list, and no object with program, ",
+        match=r"step\.plan does not hold a plan \(it is a list, not an object with program, ",
     ):
         zt.Plan.load(tmp_path / "step.plan")
 
@@ -70,7 +70,7 @@ def test_the_error_of_an_edited_plan_names_the_file_and_the_member(tmp_path):
     """In `lower(plan=)`, in `Lowered.with_plan`, and in a step with a plan."""
     path = saved(tmp_path, dropped=["params.0.weight.full"])
     plan, lowered = zt.Plan.load(path), lower()
-    message = f"""plan {path}: the gather 'params.0.weight.full' is there twice.\nLower without the plan, and save it again."""
+    message = f"""plan {path}: it names the gather 'params.0.weight.full' twice.\nLower without the plan, and save it again."""
     step = zt.chain(SHARD, *ALL)(CASE.step).with_plan(plan)
     arguments = CASE.state(), *slices(batches(CASE, 1)[0], 4)[0]
     for take in (

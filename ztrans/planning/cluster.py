@@ -1,9 +1,9 @@
-"""The speeds of the machines that a schedule depends on.
+"""The speeds of devices and links, on which a schedule depends.
 
-A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth, and may lie between hosts, each of which
-has a link inside. A `Cluster` says which link each mesh axis crosses, by which route a collective goes between hosts,
-and with which bytes it charges its link. It may also hold measured durations of the operations of a program, which are
-then used instead of the roofline.
+A `Device` computes (see `devices`). A `Link` has a latency and a bandwidth; a link between hosts also has the link
+inside each host. A `Cluster` has the link of each mesh axis, and says by which route a collective goes between hosts,
+and how many bytes it charges its link with. It may also have measured durations of operations, which replace the
+roofline.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class Link:
     name: str
     latency: float  # seconds for each message
     bandwidth: float  # bytes/s
-    hop: float = 0.0  # more seconds for each message, for each further rank of the ring
+    hop: float = 0.0  # seconds that each further rank of the ring adds to a message
     efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
     byte_overhead: float = 0.0  # seconds of compute for each byte that is sent
     overhead: float = 0.0  # seconds of compute for each message that is sent
     # (kind, seconds of compute for each byte that has arrived)
     unpack: tuple[tuple[str, float], ...] = ()
-    # Whether these figures, which were measured, have the time to pack messages, and on GPUs also to unpack them.
+    # Whether the figures were measured, and include the time to pack messages, on GPUs also to unpack them.
     includes_packing: bool = dataclasses.field(default=False, repr=False)
-    # With `by_host`: the link between the ranks of one host, and how many they are. They are neighbours on the axis.
+    # Set by `by_host`: the link between the ranks of one host, and their number. They are neighbours on the axis.
     inside: Link | None = dataclasses.field(default=None, repr=False)
     local: int = dataclasses.field(default=1, repr=False)
-    # Of a link to a host: the devices that share it, and copy at the same time.
+    # For a link to a host: the number of devices that share it and copy at the same time.
     shared: int = dataclasses.field(default=1, repr=False)
-    # The share of a ring's bandwidth that a tree reaches; 0 if all_reduces know no trees.
+    # The share of a ring's bandwidth that a tree reaches; 0 if no all_reduce goes by a tree.
     tree: float = dataclasses.field(default=0.0, repr=False)
-    # (kind of collective, what carries it: a "kernel" through symmetric memory, or "copies"). On GPUs NCCL carries all
-    # others.
+    # (kind of collective, its carrier: a "kernel" through symmetric memory, or "copies"). NCCL carries all other kinds
+    # on GPUs.
     carried_by: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def seconds(self, kind: str, received: float, ranks: int) -> tuple[float, float]:
-        """The latency of a collective over `ranks`, and the time in which its `received` bytes move.
+        """The latency of a collective over `ranks`, and the time to move its `received` bytes.
 
-        An all_reduce takes the way that is faster: a tree, if the link has one, is faster for few bytes on many ranks.
+        An all_reduce goes by ring or by tree, whichever is faster. A tree is faster for few bytes on many ranks.
 
         >>> Link("wire", latency=1e-3, bandwidth=1e6).seconds("all_gather", 5e5, 2)
         (0.001, 0.5)
@@ -61,12 +61,12 @@ class Link:
         return min(self.ways(kind, received, ranks), key=sum)
 
     def ways(self, kind: str, received: float, ranks: int) -> list[tuple[float, float]]:
-        """The latency of a collective, and the time in which its bytes move: by a ring, and by a tree if there is one.
+        """The latency and transfer time of a collective: by ring, and for an all_reduce by tree, if the link has one.
 
-        In a ring, what a rank receives has passed all others, hop by hop; an all_reduce passes twice. A tree joins the
-        hosts by pairs, up and down, and the ranks of a host in a chain.
+        In a ring, bytes pass all other ranks, hop by hop, and twice in an all_reduce. A tree joins hosts in pairs, up
+        and down, and the ranks of each host in a chain.
         """
-        hosts = ranks  # without `by_host` each rank counts as a host of its own
+        hosts = ranks  # without `by_host`, each rank counts as a host of its own
         latency = self.latency
         ring_inside = 0.0  # seconds of the hops inside hosts
         chain_inside = 0.0
@@ -88,9 +88,9 @@ class Link:
         return ways
 
 
-# Latency and hop as in NCCL's ring with the simple protocol (`baseLat` and `hwLat` of its tuning.cc, and the launch);
-# bandwidth as a rank receives in a large ring (nccl-tests), which is 0.8 of NVLink and 0.9 of a NIC. NCCL counts a
-# tree with 0.92 of the bandwidth of a ring.
+# Latency and hop are those of NCCL's ring with the simple protocol (`baseLat` and `hwLat` of its tuning.cc, and the
+# launch). Bandwidth is what a rank receives in a large ring (nccl-tests): 0.8 of NVLink, 0.9 of a NIC. NCCL gives a
+# tree 0.92 of the bandwidth of a ring.
 _TREE = 0.92
 LINKS = {
     "nvlink4": Link("nvlink4", 10e-6, 360e9, 2e-6),
@@ -102,7 +102,7 @@ LINKS = {
     "ethernet-10g": Link("ethernet-10g", 2e-4, 1.1e9, 3e-5, byte_overhead=5e-10),
     "ethernet-100g": Link("ethernet-100g", 1e-4, 9e9, 2e-5),
 }
-# Between the memories of a device and its host, in each direction. A copy takes no time of compute.
+# Between the memories of a device and its host, in each direction. A copy takes no compute time.
 HOST_LINKS = {
     "pcie4": Link("pcie4", 10e-6, 25e9),
     "pcie5": Link("pcie5", 10e-6, 50e9),
@@ -115,9 +115,12 @@ HOST_LINKS = {
 class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
-    `measured` has the durations of operations in seconds, by `durations.signature`; they are used instead of the
-    roofline. `host_link` is the link between the memory of a device and that of its host, by default that of the
-    device, and `host_memory` is the share of a device in the memory of the host, in bytes.
+    Attributes:
+        device: the processor of every rank.
+        links: (mesh axis, its link).
+        measured: (`durations.signature` of an operation, its seconds), which replace the roofline.
+        host_link: the link between the memories of a device and its host; None for the default link of the device.
+        host_memory: the bytes of host memory that each device may use.
 
     >>> cluster("h100", dp="infiniband", tp="nvlink4").link("dp").name
     'infiniband'
@@ -130,7 +133,7 @@ class Cluster:
     host_memory: float = dataclasses.field(default=float("inf"), repr=False)
 
     def copy_seconds(self, size: int) -> tuple[float, float]:
-        """The latency of a copy of `size` bytes to the host or from it, and the time in which they move.
+        """The latency of a copy of `size` bytes to or from the host, and the time to move them.
 
         >>> shared = dataclasses.replace(HOST_LINKS["pcie5"], shared=2)
         >>> cluster("h100", host_link=shared).copy_seconds(50_000_000)
@@ -148,7 +151,7 @@ class Cluster:
         if axis in links:
             return links[axis]
 
-        # Neighbours that are on one host have the link inside it.
+        # Neighbours on one host use the link inside it.
         count = neighbour_count(axis)
         if count is not None:
             link = self.link(whole_axis(axis))
@@ -180,7 +183,7 @@ class Cluster:
 
     @property
     def links_with_neighbours(self) -> dict[str, Link]:
-        """The link of every axis, and of the neighbours on each host of an axis over several."""
+        """The link of every axis; for an axis over several hosts, also the link of the neighbours on one host."""
         links = dict(self.links)
         for axis, link in self.links:
             if link.inside is not None:
@@ -188,17 +191,17 @@ class Cluster:
         return links
 
     def neighbours(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """The axes over several hosts, and how many of its ranks each host has, which are neighbours on it."""
+        """The axes over several hosts, each with its number of ranks on one host, which are neighbours."""
         links = self.links_with_neighbours
-        found = []
+        axes_over_hosts = []
         for axis, ranks in sizes.items():
             local = links[axis].local if axis in links else 1
             if 1 < local < ranks and ranks % local == 0 and neighbours(axis, local) in links:
-                found.append((axis, local))
-        return tuple(found)
+                axes_over_hosts.append((axis, local))
+        return tuple(axes_over_hosts)
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:
-        """The way of a collective equation between hosts, and the bytes that it sends; None without `by_host`."""
+        """The route of a collective between hosts, with its bytes; None if the link was not made by `by_host`."""
         link = self.link(eqn.kwargs["axis"])
         if link.inside is None:
             return None
@@ -207,12 +210,12 @@ class Cluster:
         return route_of(eqn, sizes, hosts, self.device.gloo)
 
     def charge_factor(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
-        """The factor from the bytes that a rank receives, by `rules`, to the bytes that its link is charged with.
+        """The bytes that a collective charges its link with, for each byte that a rank receives by `rules`.
 
-        It is 1 unless the axis lies over several hosts (`by_host`). Then bytes between hosts take the link. Bytes
-        inside a host are converted to the bytes that the link would send in the same time. A ring sends both at once,
-        so the larger of the two counts; other routes send one after the other, so the sum counts. If each level of a
-        hierarchical collective has a lane of its own, only the bytes between hosts count here.
+        It is 1 unless the axis spans several hosts (`by_host`). Then bytes between hosts count as they are, and bytes
+        inside a host count as the bytes that the link would send in the same time. A ring sends both at once, so the
+        larger number counts; other routes send one after the other, so the sum counts. If each level of a hierarchical
+        collective has a lane of its own, only the bytes between hosts count here.
         """
         route = self.route(eqn, sizes)
         link = self.link(eqn.kwargs["axis"])
@@ -227,12 +230,12 @@ class Cluster:
         return charged / received
 
     def charge_factor_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
-        """The same factor for the link inside a host, of a hierarchical collective."""
+        """The same factor for the link inside a host, for a hierarchical collective."""
         route = self.route(eqn, sizes)
         return route.inside / rules(eqn).wire_bytes(eqn, sizes) if route is not None else 0.0
 
     def has_two_lanes(self, eqn: Eqn, sizes: Mapping[str, int]) -> bool:
-        """Whether a collective is hierarchical, and each level has a lane of its own, as on GPUs."""
+        """Whether a collective is hierarchical and each level has a lane of its own, as on GPUs."""
         route = self.route(eqn, sizes)
         return route is not None and route.way == HIERARCHICAL and not self.device.gloo
 
@@ -253,13 +256,13 @@ def cluster(
 
     Args:
         device: h100, h200, a100, cpu, h100_96gb_500w, b200, mi300x or rtx4090.
-        host_link: the link between the memory of a device and that of its host: pcie4, pcie5 or c2c; by default that of
-            the device. If devices share it, such as two behind one PCIe switch, it is a `Link` with `shared=2`.
-        host_memory: the bytes of the memory of a host that each of its devices may use.
+        host_link: the link between the memories of a device and its host: pcie4, pcie5 or c2c; by default the usual one
+            of the device. For two devices that share a link, as behind one PCIe switch, pass a `Link` with `shared=2`.
+        host_memory: the bytes of host memory that each device may use.
         links: the link of every mesh axis: nvlink4, nvlink3, infiniband (one NIC for each GPU), infiniband-rail,
             ethernet-1g, ethernet-10g or ethernet-100g.
 
-    Raises: ValueError if there is no profile of that name, if a bandwidth is not positive or a latency is negative.
+    Raises: ValueError if a name has no profile, a bandwidth is not positive, or a latency is negative.
 
     >>> cluster("cpu", dp="ethernet-1g").device.name
     'one CPU core'
@@ -279,15 +282,15 @@ def cluster(
 
 
 def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
-    """The link of a mesh axis over several hosts, each of which has `local` of its ranks, one after the other.
+    """The link of a mesh axis over several hosts, with `local` consecutive ranks on each.
 
     Args:
-        local: the ranks of one host.
+        local: the number of ranks on one host.
         inside: the link between the ranks of a host, or the name of a shipped one.
         between: a rank's share of the link between hosts, or the name of a shipped one.
 
-    Raises: ValueError if there is no profile of that name, if a bandwidth is not positive or a latency is negative, or
-        if `local` is below 1.
+    Raises: ValueError if a name has no profile, a bandwidth is not positive, a latency is negative, or `local` is
+        below 1.
 
     >>> cluster("h100", dp=by_host(8, "nvlink4", "infiniband")).link("dp").name
     'infiniband'
@@ -315,14 +318,14 @@ def _profile(
 
 
 def default_device(device_type: str, memory: float | None = None) -> Device:
-    """The device to plan with if none is named: an H100 with this memory, by default its own, or a CPU."""
+    """The device to plan with if the user names none: a CPU, or an H100, with `memory` bytes if they are known."""
     if device_type == "cpu":
         return CPU
     return H100 if memory is None else dataclasses.replace(H100, memory=memory)
 
 
 def default_cluster(device: Device, axes: Mapping[str, int]) -> Cluster:
-    """The cluster of a device to plan with if none is named: GPUs on InfiniBand, or CPUs on Ethernet."""
+    """The cluster to plan with if the user names none: GPUs on InfiniBand, or CPUs on Ethernet."""
     link = "ethernet-1g" if device.gloo else "infiniband"
-    links: dict[str, Any] = dict.fromkeys(map(whole_axis, axes), link)
+    links: dict[str, Any] = {whole_axis(axis): link for axis in axes}
     return cluster(device, **links)

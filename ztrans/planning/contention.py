@@ -1,8 +1,8 @@
-"""Messages and kernels share the memory of a device while they overlap.
+"""Slow kernels down while messages use the same device memory.
 
-A message reads what it sends and writes what it receives, while compute goes on. A kernel that computes for longer than
-it needs its bytes loses nothing. One that waits for memory ends later, by the seconds in which the messages had the
-memory for themselves.
+A message reads the bytes that it sends and writes the bytes that it receives, while compute goes on. A kernel takes as
+long as its arithmetic, or as its own bytes and the seconds that messages take of the memory meanwhile, whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Transfer(NamedTuple):
 
     begin: float
     end: float
-    bytes: float  # that it reads and writes in the memory of a rank
+    bytes: float  # read and written in the memory of a rank
 
 
-# The bytes of the memory that a message reads and writes, for each byte that a rank receives. In a ring, each received
-# byte of a gather is written, and read to be passed on. In a reduction a rank reads its own term and the received sum,
-# and writes the new one. An all_reduce is a reduction and then a gather. A copy to the host reads, and one from it
+# The bytes of memory that a message reads and writes for each byte that a rank receives. In a ring, a gather writes
+# each received byte, and reads it to pass it on. A reduction reads the rank's own term and the received sum, and writes
+# the new sum. An all_reduce is a reduction followed by a gather. A copy to the host only reads, a copy from it only
 # writes.
 TOUCHED = {
     "all_gather": 2.0,
@@ -44,34 +44,36 @@ def contended(
     """The durations of operations that share the memory with messages.
 
     Args:
-        starts, durations: of every operation, as if it had the memory for itself.
-        memory_seconds: the part of each duration in which it moves bytes; the others overlap with that.
-        transfers: the messages that move beside the operations.
+        starts, durations: the start and the seconds of each operation, if it had the memory to itself.
+        memory_seconds: the seconds in which each operation moves bytes, within its duration.
+        transfers: the messages.
         bandwidth: bytes/s of the memory.
 
     >>> contended([0.0, 1.0], [1.0, 1.0], [1.0, 0.2], [Transfer(0.0, 2.0, 4e9)], 10e9)
     [1.2, 1.0]
     """
-    moving = [each for each in transfers if each.bytes and each.end > each.begin]
+    moving = [
+        transfer for transfer in transfers if transfer.bytes and transfer.end > transfer.begin
+    ]
     if not moving:
         return list(durations)
 
-    # The share of the memory that all messages together take, at the times at which it changes.
-    begin, end, moved = np.array(moving).T
-    share = moved / (end - begin) / bandwidth
+    # The share of the bandwidth that all messages use together, from each time at which it changes.
+    begin, end, moved_bytes = np.array(moving).T
+    share = moved_bytes / (end - begin) / bandwidth
     times = np.concatenate([begin, end])
     change = np.concatenate([share, -share])
     order = np.argsort(times, kind="stable")
     times = times[order]
-    rate = change[order].cumsum()
+    total_share = change[order].cumsum()
 
-    # The seconds that messages have taken of the memory, up to each of these times.
-    taken = np.concatenate([[0.0], (rate[:-1] * np.diff(times)).cumsum()])
+    # The seconds of the memory that messages have used up to each of these times, and during each operation.
+    seconds_used = np.concatenate([[0.0], (total_share[:-1] * np.diff(times)).cumsum()])
     first = np.asarray(starts)
     last = first + durations
-    taken_meanwhile = np.interp(last, times, taken) - np.interp(first, times, taken)
+    used_meanwhile = np.interp(last, times, seconds_used) - np.interp(first, times, seconds_used)
 
-    # The bytes of an operation move while messages leave the memory free. One without bytes is not slowed down.
-    own = np.asarray(memory_seconds)
-    longer = np.where(own > 0, np.maximum(durations, own + taken_meanwhile), durations)
-    return longer.tolist()
+    # An operation moves its bytes while messages leave the memory free. One without bytes is not slowed down.
+    own_seconds = np.asarray(memory_seconds)
+    with_messages = np.maximum(durations, own_seconds + used_meanwhile)
+    return np.where(own_seconds > 0, with_messages, durations).tolist()

@@ -1,7 +1,7 @@
-"""Count the operations, bytes of memory traffic, bytes on the wire and live bytes of a program.
+"""Count a program's operations, memory traffic, bytes on the wire and live bytes.
 
-The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs. `durations`
-makes seconds of them.
+The figures are for rank 0, whose shards are the largest. They follow from the program; nothing runs. `durations` turns
+them into seconds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ from ..ir.wire_traffic import wire_traffic
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .flops import flops
 
-_LISTED = 12  # the values at a peak that print
+_MOST_HOLDERS = 12  # the values at the peak that a `Memory` prints
 
 
 @dataclass(frozen=True, repr=False)
 class Cost:
-    """Floating-point operations, bytes read and written, and bytes received, on one rank in one step.
+    """What one rank computes, reads, writes and receives in one step.
 
-    `flops` is what the kernels compute (see `flops`): with recomputation, and with half of the scores of causal
-    attention. `calls` counts the calls of the host, and `launches` the kernels that these launch (see `Launches`).
+    Attributes:
+        flops: the floating-point operations of the kernels (see `flops`), with recomputation, and with half of the
+            scores of causal attention.
+        bytes: read and written in memory.
+        wire: bytes received, by mesh axis and role.
+        calls: the calls of the host.
+        launches: the kernels that these calls launch (see `Launches`).
     """
 
     flops: int
@@ -49,7 +54,7 @@ class Cost:
         return sum(n for _, n in self.wire)
 
     def over(self, axis: str | None = None, role: str | None = None) -> int:
-        """The wire bytes of one axis, of one role, or of both together."""
+        """The wire bytes over one axis, with one role, or both."""
         total = 0
         for (each_axis, each_role), received in self.wire:
             if axis in (None, each_axis) and role in (None, each_role):
@@ -73,17 +78,15 @@ class Cost:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The bytes that are live while each equation runs, and the values that are live at the peak.
-
-    They are those of the device. The bytes that are live in the memory of the host are counted apart.
+    """The bytes that are live on the device while each equation runs, and the values that are live at the peak.
 
     Attributes:
-        live: the bytes that are live while each equation runs.
-        peak: the greatest of these.
+        live: bytes that are live on the device, by equation.
+        peak: the maximum of `live`.
         peak_eqn: the equation at the peak.
         holders: (value, bytes, user's line) at the peak, the largest first.
         state: the bytes of the state.
-        live_on_host: as `live`, in the memory of the host; empty if nothing ever is.
+        live_on_host: bytes that are live in the memory of the host, by equation; empty if there are none.
     """
 
     live: tuple[int, ...]
@@ -106,7 +109,7 @@ class Memory:
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
         if self.live_on_host:
             lines.append(f"host {format_bytes(self.host_peak)}")
-        for value, size, line in self.holders[:_LISTED]:
+        for value, size, line in self.holders[:_MOST_HOLDERS]:
             lines.append(f"  {format_bytes(size):>10}  {value!r:<56}{line}")
         return "\n".join(lines)
 
@@ -143,11 +146,11 @@ def cost(graph: Graph) -> Cost:
 
 
 class Launches(NamedTuple):
-    """The calls that the host makes for an equation, and the kernels that these launch.
+    """The host's calls for an equation, and the kernels that they launch.
 
-    A small step is as fast as its host. These are the calls of the eager backend: each operation is one, and
-    equal updates that stand together need one (see `ir.update_groups`). A collective launches its message,
-    what packs it where something is packed, and what unpacks it at the first wait where something is unpacked.
+    A small step is as fast as its host. The calls are those of the eager backend: one for each operation, and one for
+    equal updates next to each other (see `ir.update_groups`). A collective launches its message; if members are packed,
+    a kernel before it; and if they are unpacked, a kernel at the first wait.
     """
 
     calls: int
@@ -159,18 +162,18 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
     as_run = with_number_operands(graph, settings(graph))
     # The first equation of a group makes the call for all of them.
-    called_by_first: set[Var] = set()
+    results_of_first: set[Var] = set()
     for group in group_updates(as_run)[1]:
         for e in group[1:]:
-            called_by_first.update(e.results)
-    # The program that runs lacks equations that became arithmetic on numbers, or operands of other calls.
-    called = {v for e in as_run.eqns for v in e.results}
+            results_of_first.update(e.results)
+    # Some equations do not run: they became arithmetic on numbers, or operands of other calls.
+    results_as_run = {v for e in as_run.eqns for v in e.results}
     pairs = pair(graph)
 
     def launches_of(e: Eqn) -> Launches:
-        if not called_by_first.isdisjoint(e.results) or is_constant(e):
+        if any(v in results_of_first for v in e.results) or is_constant(e):
             return Launches(0, 0)
-        if as_run is not graph and e.results and called.isdisjoint(e.results):
+        if as_run is not graph and e.results and results_as_run.isdisjoint(e.results):
             return Launches(0, 0)
         if any(isinstance(v, Number) for v in e.results):
             return Launches(0, 0)
@@ -185,9 +188,9 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
             return Launches(1, bool(rules(start).unpacked_bytes(start, graph.axes)))
         if isinstance(e.op, Primitive):
             return Launches(int(rules(e).shares_storage(e)), 0)
-        inner = inner_work(e, lambda g: sum(not op_facts(each.op).view for each in g.eqns))
-        if inner is not None:
-            return Launches(inner, inner)
+        calls = inner_work(e, lambda g: sum(not op_facts(inner.op).view for inner in g.eqns))
+        if calls is not None:
+            return Launches(calls, calls)
         return Launches(1, int(not rules(e).shares_storage(e)))
 
     return {e: launches_of(e) for e in graph.eqns}
@@ -195,7 +198,8 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
 
 # Operations that read some rows or elements of their first argument, such as the embeddings of a batch.
 _READ_BY_INDEX = ("embedding", "gather", "index", "index_select")
-# By name of a loss, the index of its log-probabilities. Forward reads one of them for each target, backward reads none.
+# The index of the log-probabilities among the arguments of a loss. Forward reads one of them for each target, backward
+# reads none.
 _LOSSES = {
     "nll_loss_forward": 0,
     "nll_loss_backward": 1,
@@ -205,7 +209,7 @@ _LOSSES = {
 
 
 def memory_traffic(e: Eqn, graph: Graph) -> int:
-    """Count the bytes that an equation, or the functions that it calls, reads and writes on the first rank."""
+    """Count the bytes that an equation and the functions that it calls read and write on the first rank."""
     inner = inner_work(
         e, lambda g: sum(memory_traffic(each, g) for each in g.eqns if not is_view(each))
     )
@@ -218,7 +222,7 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
     if name in _READ_BY_INDEX:
         moved -= max(size(e.ins[0]) - written, 0)  # it reads as many elements as it returns
     elif name in _LOSSES:
-        # The elements that forward reads, one for each target, are less than a thousandth.
+        # Forward reads less than a thousandth of them, so they count as not read.
         moved -= size(e.args[_LOSSES[name]])
     return moved
 
@@ -227,10 +231,10 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
 def memory(graph: Graph) -> Memory:
     """Count the live bytes at every equation of a program (see `buffers.storages`).
 
-    Of a program of micro-batches, they are those of the micro-batch with the highest peak.
+    In a program of micro-batches, the one with the highest peak counts.
     """
     if graph.micro > 1:
-        return _highest(graph)
+        return _highest_micro_batch(graph)
     state = sum(map(device_bytes(graph), graph.inputs[: graph.num_state]))
     if not graph.eqns:
         return Memory((), state, None, (), state)
@@ -253,26 +257,27 @@ def memory(graph: Graph) -> Memory:
     )
 
 
-def _highest(graph: Graph) -> Memory:
-    """The memory of the micro-batch with the highest peak, with the bytes of the others."""
+def _highest_micro_batch(graph: Graph) -> Memory:
+    """The memory of the micro-batch with the highest peak, including the bytes of the others."""
     memories = []
-    for part, of_others in bytes_of_others(graph, micro_batch_programs(graph)).items():
-        by_itself = memory(part)
-        live = tuple(n + of_others for n in by_itself.live)
-        memories.append(dataclasses.replace(by_itself, live=live, peak=by_itself.peak + of_others))
-    return max(memories, key=lambda each: each.peak)
+    for part, other_bytes in bytes_of_others(graph, micro_batch_programs(graph)).items():
+        part_memory = memory(part)
+        live = tuple(n + other_bytes for n in part_memory.live)
+        peak = part_memory.peak + other_bytes
+        memories.append(dataclasses.replace(part_memory, live=live, peak=peak))
+    return max(memories, key=lambda m: m.peak)
 
 
 def bytes_of_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, int]:
-    """By program of a micro-batch, the bytes that the other micro-batches have live while it runs.
+    """For the program of each micro-batch, the bytes that the other micro-batches have live while it runs.
 
-    Their batches are live throughout. While one in the middle runs, so are the joined outputs of those before it.
+    Their batches are live throughout. While a middle one runs, the joined outputs of earlier ones are live too.
     """
     size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
     joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
     joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
-    of_others = dict.fromkeys(programs.different, batch)
-    if programs.middle in of_others:
-        of_others[programs.middle] += joined
-    return of_others
+    other_bytes = dict.fromkeys(programs.different, batch)
+    if programs.middle in other_bytes:
+        other_bytes[programs.middle] += joined
+    return other_bytes

@@ -1,4 +1,4 @@
-"""The processors that a step may run on, as figures of the cost model, and those that ztrans ships.
+"""Processors as the cost model sees them, and the figures of the ones that ztrans ships.
 
 A shipped figure is the dense one of the data sheet times the share that kernels reach, with its source beside it.
 Nothing is fitted to runs of whole steps: `benchmarks/published.py` compares the model with them.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-# The share of its speed that a product loses beside a message, by what carries the message: NCCL's ring with 24 blocks,
-# a kernel with 32 blocks that reads symmetric memory, or copy engines (`contention` in gpu.md, on an H200). Two blocks
-# cost half as much as 24, so other numbers of blocks change little. Kernels that wait for memory lose bandwidth instead
-# (see `contention.py`).
+# The share of its speed that a matrix product loses while a message moves, by the carrier of the message: NCCL's ring
+# with 24 blocks, a kernel with 32 blocks that reads symmetric memory, or copy engines (`contention` in gpu.md, on an
+# H200). Two blocks cost half as much as 24, so other numbers of blocks change little. Kernels that wait for memory lose
+# bandwidth instead (see `contention.py`).
 LOST_BESIDE = (("nccl", 0.30), ("kernel", 0.38), ("copies", 0.07))
 
-# Bytes in a GPU's memory besides the live ones of a step: the CUDA context with its kernels, the workspaces of cuBLAS
-# and cuDNN, NCCL's buffers, and what PyTorch's allocator rounds up or cannot fill. On small GPUs a share of the memory,
-# because their steps are small too.
+# Bytes of a GPU's memory that the live values of a step cannot use: the CUDA context with its kernels, the workspaces
+# of cuBLAS and cuDNN, NCCL's buffers, and rounding and gaps in PyTorch's allocator. On small GPUs it is a share of the
+# memory, because their steps are small too.
 GPU_RESERVE = 4e9
 RESERVED_SHARE = 0.1
 
@@ -26,42 +26,42 @@ RESERVED_SHARE = 0.1
 class Device:
     """The processor of one rank.
 
-    The rate "tf32" is for fp32 products that PyTorch runs in TF32; "f32" is for all other fp32 products. PyTorch runs
-    matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the step is planned (by default
-    it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it is). The rates "attention" and
-    "attention backward" are for fused attention in half precision, with heads of 128 and long sequences (see
-    `roofline`); "cudnn attention" and "cudnn attention backward" are for the kernels of cuDNN. If a rate is missing,
-    backward has the rate of forward, cuDNN the rates of the other kernels, and attention without any the rate of
-    matmuls.
+    `flops` has rates of products by dtype. "tf32" is for fp32 products that PyTorch runs in TF32, "f32" for all other
+    fp32 products. PyTorch runs matmuls in TF32 if torch.get_float32_matmul_precision() is "high" or "medium" when the
+    step is planned (by default it is not), and convolutions if torch.backends.cudnn.allow_tf32 is set (by default it
+    is).
+
+    The rates "attention" and "attention backward" are for fused attention in half precision, with heads of 128 and long
+    sequences (see `roofline`); "cudnn attention" and "cudnn attention backward" are for the kernels of cuDNN. A missing
+    rate is replaced: backward by forward, cuDNN by the other kernels, and attention by the rate of matmuls.
     """
 
     name: str
     flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
-    bandwidth: float  # bytes/s of memory, of a copy
+    bandwidth: float  # bytes/s of memory, as a copy reaches
     kernel_gap: float  # seconds of the processor between two kernels
     memory: float = float("inf")  # bytes
-    call_overhead: float = (
-        1e-6  # seconds of the host for a call that launches no kernel, such as a view
-    )
-    # Bytes of the memory that a step may not have live; by default `GPU_RESERVE`, or `RESERVED_SHARE` if that is less.
+    # Seconds of the host for a call that launches no kernel, such as a view.
+    call_overhead: float = 1e-6
+    # Bytes of memory that a step may not use; by default `GPU_RESERVE`, or `RESERVED_SHARE` of the memory if less.
     reserve: float | None = None
     # Whether gloo carries its collectives, not NCCL. Compute then packs and unpacks them; a GPU does so beside compute.
     gloo: bool = dataclasses.field(default=False, repr=False)
-    host_link: str = "pcie5"  # the name of the link between its memory and that of its host
-    # (what carries a message, the share of its speed that a product loses beside it)
+    host_link: str = "pcie5"  # the name of the link between its memory and its host's
+    # (carrier of a message, the share of its speed that a product loses while the message moves)
     lost_beside: tuple[tuple[str, float], ...] = dataclasses.field(default=(), repr=False)
     # Seconds of the host to launch a kernel. A GPU runs one while its host launches the next.
     launch_overhead: float = dataclasses.field(default=0.0, repr=False)
-    # A matmul takes as long as one whose three sizes are greater by this many elements.
+    # A matmul takes as long as one with all three sizes larger by this many elements.
     edge: float = dataclasses.field(default=0.0, repr=False)
     # The share of `bandwidth` that kernels other than copies reach.
     streaming: float = dataclasses.field(default=1.0, repr=False)
 
     @property
     def limit(self) -> int | None:
-        """The bytes that a step may have live, or None if that is not known.
+        """The bytes that a step may have live; None if unknown.
 
-        The memory of a CPU is shared with everything else on the host, so it is no limit.
+        A CPU has no limit: it shares its memory with everything else on the host.
 
         >>> H100.limit == H100.memory - GPU_RESERVE, CPU.limit
         (True, None)
@@ -74,7 +74,7 @@ class Device:
         return int(self.memory - reserve)
 
     def rate(self, dtype: str) -> float:
-        """The FLOP/s of matmuls in `dtype`; for a dtype without a rate, those of f32.
+        """The FLOP/s of matmuls in `dtype`; a dtype without a rate has the rate of f32.
 
         >>> H100.rate("bf16") > H100.rate("tf32") > H100.rate("f32") == H100.rate("i64")
         True
@@ -83,7 +83,7 @@ class Device:
         return rates.get(dtype, rates["f32"])
 
     def with_power(self, share: float) -> Device:
-        """This device with a share of its power.
+        """This device with its power limited to a share of it.
 
         A processor that reaches its power limit lowers its clock. Its power grows as the clock times the square of the
         voltage, and the voltage about as the clock, so the clock follows the cube root of the power. The memory has a
@@ -95,7 +95,7 @@ class Device:
         return self.with_clock(share ** (1 / 3))
 
     def with_clock(self, share: float) -> Device:
-        """This device with a share of its rates of products and attention.
+        """This device with its rates of products and attention scaled by `share`.
 
         >>> H100.with_clock(0.5).rate("bf16") / H100.rate("bf16")
         0.5
@@ -117,9 +117,9 @@ _ATTENTION = (
 def _rates(
     matmuls: float, attention: tuple[float, ...], **sheet: float
 ) -> tuple[tuple[str, float], ...]:
-    """Rates in FLOP/s: products reach the share `matmuls` of the TFLOP/s of a data sheet.
+    """The rates of a device in FLOP/s: products reach the share `matmuls` of the TFLOP/s in its data sheet.
 
-    `attention` has TFLOP/s in the order of `_ATTENTION`, as many as are known.
+    `attention` has TFLOP/s in the order of `_ATTENTION`, as far as they are known.
     """
     rates = {dtype: matmuls * tera * 1e12 for dtype, tera in sheet.items()}
     rates["f16"] = rates["bf16"]
@@ -128,10 +128,10 @@ def _rates(
     return tuple(rates.items())
 
 
-# The share of the data sheet that large matmuls reach on Hopper. Products of 8,192 tokens with width 2,048, with which
-# nothing shares the GPU, reach 738 TFLOP/s (`contention` in gpu.md), which is 0.746; their edges cost 0.09 of that.
+# The share of the data sheet that large matmuls reach on Hopper. Products of 8,192 tokens with width 2,048, alone on
+# the GPU, reach 738 TFLOP/s (`contention` in gpu.md), which is 0.746; their edges cost 0.09 of that.
 HOPPER_MATMULS = 0.82
-# What GPUs have in common. Between two kernels of a stream, 2 us: PyTorch's Kineto traces show 1 to 3. The host needs
+# What GPUs have in common. Two kernels of a stream are 2 us apart: PyTorch's Kineto traces show 1 to 3. The host needs
 # 10 us for an operation of eager PyTorch, forward or backward: 4 for an addition in a loop, and 22 to 30 for GPT-2 on
 # the slow host of benchmarks/results/gpu_h100.md. Kernels that compute while they stream reach 0.82 to 0.87 of a copy
 # (torch._foreach_copy_ in gpu_h100.md).
@@ -149,7 +149,7 @@ GPU = Device(
 # Memory is the total capacity that PyTorch reports, for instance in its out-of-memory errors. It is more than the
 # number on the box in GB, and less than that number in GiB.
 #
-# Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s, of which a copy reaches 3.0, and 79.2 GiB (gpu_h100.md).
+# Data sheet of the H100 SXM5: 989 TFLOP/s in bf16, 3.35 TB/s (a copy reaches 3.0), and 79.2 GiB (gpu_h100.md).
 # Attention: FlashAttention-2 with heads of 128, causal, where long sequences reach 335 TFLOP/s in forward and 322 in
 # backward, and with cuDNN 539 and 516 (figures 5 and 6 of the FlashAttention-3 paper). A tile of a Hopper matmul has
 # 128 rows.
@@ -163,7 +163,7 @@ H100 = dataclasses.replace(
     memory=int(79.2 * GIB),
     edge=128,
 )
-# Data sheet: the processor of the H100 with memory of 4.8 TB/s, of which a copy reaches the same share (gpu.md).
+# Data sheet: the processor of the H100 with memory of 4.8 TB/s. A copy reaches the same share as there (gpu.md).
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=int(139.8 * GIB))
 # The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W. Its page says
 # that the peak of this card is between those of the SXM and of the NVL, 989 and 835 TFLOP/s; this is their mean.
@@ -174,7 +174,7 @@ H100_96GB_500W = dataclasses.replace(
     memory=int(95.0 * GIB),
 )
 # Data sheet of the A100 SXM 80GB: 312 TFLOP/s, 2.04 TB/s. cuBLAS reaches 0.8 to 0.85 of it in large matmuls, and
-# FlashAttention-2 up to 0.73 in forward and 0.63 in backward (its paper), of which causal masks cost forward a tenth.
+# FlashAttention-2 up to 0.73 in forward and 0.63 in backward (its paper); a causal mask costs forward a tenth of that.
 # Tiles of 128 x 128.
 A100 = dataclasses.replace(
     GPU,
@@ -185,8 +185,8 @@ A100 = dataclasses.replace(
     host_link="pcie4",
     edge=64,
 )
-# Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 1,000 W. The shares are those of Hopper, whose
-# matmuls are limited by power too; attention by cuDNN reaches 0.5 of the sheet.
+# Data sheet of the HGX B200: 2,250 TFLOP/s dense, 8 TB/s, 1,000 W. The shares are Hopper's, where power limits matmuls
+# too; attention by cuDNN reaches 0.5 of the sheet.
 B200 = dataclasses.replace(
     GPU,
     name="B200",
@@ -196,7 +196,7 @@ B200 = dataclasses.replace(
     edge=128,
 )
 # Data sheet: 1,307 TFLOP/s dense, 5.3 TB/s. AMD measures 708 TFLOP/s in bf16 (ROCm blogs, Measuring
-# Max-Achievable FLOPs, part 2), which is 0.54. Its tiles have 256 rows. Copies reach 0.8 (BabelStream: 4.2 TB/s).
+# Max-Achievable FLOPs, part 2), which is 0.54. Matmul tiles have 256 rows. Copies reach 0.8 (BabelStream: 4.2 TB/s).
 MI300X = dataclasses.replace(
     GPU,
     name="MI300X",

@@ -1,9 +1,9 @@
-"""How long the equations of a program take on a cluster, and which messages it sends.
+"""The seconds of a program's equations on a cluster, and the messages that it sends.
 
-Every equation is an operation of the compute queue. Its duration was measured, or follows from the roofline. Every
+Every equation is an operation of the compute queue; its duration was measured, or follows from the roofline. Every
 started collective is a message. Each axis has a lane for gathers, one for reductions, and one for the step's own
-collectives; on GPUs of several hosts, also one for the first level of reductions. Simulations and plans count with the
-same seconds.
+collectives; on GPUs of several hosts, also one for the first level of reductions. Simulations and plans use the same
+seconds.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .flops import has_known_cost
 from .network import Level, Message
 from .roofline import queue_seconds, roofline_seconds
 
-# An operation of unknown cost is noted if it moves more than this share of a program's bytes.
+# A plan has a note on each operation of unknown cost that moves more than this share of the program's bytes.
 _NOTED_SHARE = 0.01
 
 
 class Sent(NamedTuple):
     """A message of a program."""
 
-    eqn: Eqn  # starts it
+    eqn: Eqn  # the start
     message: Message
-    bytes: int  # that a rank receives
+    bytes: int  # received by a rank
 
 
 # The seconds of equations.
@@ -55,19 +55,19 @@ class Sent(NamedTuple):
 def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
     """The time that each equation takes of the compute queue.
 
-    Collectives take what sending needs, and between CPUs also packing and unpacking.
+    A collective takes the overhead of sending, and between CPUs also the time of packing and unpacking.
     """
     measured = dict(cluster.measured)
     waits = pair(graph).waits
-    every_launch = launches(graph)
+    eqn_launches = launches(graph)
     device = cluster.device
     work_seconds = kernel_seconds(graph, device)
 
     def seconds_of(e: Eqn) -> float:
         wait = waits.get(e)
-        of_e = rules(e)
-        if of_e.copies:
-            return device.kernel_gap * every_launch[e].kernels
+        eqn_rules = rules(e)
+        if eqn_rules.copies:
+            return device.kernel_gap * eqn_launches[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
         if measured:
@@ -75,12 +75,12 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
             if name in measured:
                 return measured[name]
         if wait:
-            return _after_wait(wait.start, graph, cluster)
-        if of_e.packs:
-            return _before_issue(e, graph, cluster)
-        if of_e.shares_storage(e):
-            return device.call_overhead * every_launch[e].calls
-        return queue_seconds(device, every_launch[e].kernels, work_seconds(e))
+            return _wait_seconds(wait.start, graph, cluster)
+        if eqn_rules.packs:
+            return _send_seconds(e, graph, cluster)
+        if eqn_rules.shares_storage(e):
+            return device.call_overhead * eqn_launches[e].calls
+        return queue_seconds(device, eqn_launches[e].kernels, work_seconds(e))
 
     return tuple(map(seconds_of, graph.eqns))
 
@@ -102,7 +102,8 @@ def product_share(graph: Graph, seconds: Sequence[float]) -> float:
 def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
     """A function that returns the seconds of an equation's kernels.
 
-    The layers of a model repeat a few hundred structures. Each is computed once: 8 us an equation, 45 without that.
+    The layers of a model repeat a few hundred structures. Each structure is computed once: 8 us an equation, in place
+    of 45.
     """
     first_rank = dict.fromkeys(graph.axes, 0)
     seconds_by_structure: dict[Hashable, float] = {}
@@ -111,7 +112,7 @@ def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
         return v.dtype, local_shape(v, graph.axes, first_rank)
 
     def seconds_of(e: Eqn) -> float:
-        # The structure of a constant has all of its elements.
+        # The structure of a constant would have all of its elements.
         if instances((e.args, e.kwargs), torch.Tensor):
             return roofline_seconds(e, graph, device)
         key = structure(e, local_type), tuple(map(local_type, e.results))
@@ -123,7 +124,7 @@ def kernel_seconds(graph: Graph, device: Device) -> Callable[[Eqn], float]:
 
 
 def shared_launch_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds that a launch adds to the work of an update. Equal updates that stand together share the launch."""
+    """The seconds that a launch adds to an update. Equal updates next to each other share the launch."""
     if op_facts(e.op).view:
         return 0.0
     work = roofline_seconds(e, graph, cluster.device)
@@ -149,10 +150,10 @@ def signature(eqn: Eqn, graph: Graph) -> str:
 
 
 def notes_on_unknown_costs(graph: Graph, cluster: Cluster) -> list[str]:
-    """A sentence for each operation of unknown cost that moves more than 1% of the bytes.
+    """A note on each operation of unknown cost that moves more than 1% of the bytes.
 
-    Such an operation may compute for longer than its bytes move. If the cluster has a measured duration of it, its cost
-    is known.
+    Such an operation may compute for longer than its bytes move. An operation with a measured duration has a known
+    cost.
     """
     measured = dict(cluster.measured)
     by_name: Counter[str] = Counter()
@@ -178,20 +179,20 @@ def _full_name(e: Eqn) -> str:
     return e.args[0].name if isinstance(e.args[0], Launch) else op_facts(e.op).name
 
 
-def _before_issue(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute that it takes to send a collective."""
+def _send_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds of compute to send a collective."""
     device = cluster.device
     link = cluster.link(e.kwargs["axis"])
     sending = link.overhead + link.byte_overhead * rules(e).wire_bytes(e, graph.axes)
     if link.includes_packing:
         return sending
-    # A GPU packs beside compute: there the message has these seconds (see `messages`).
-    packing = _packing(e, graph, cluster) if device.gloo else 0.0
+    # A GPU packs beside compute: then these seconds are in the message (see `messages`).
+    packing = _packing_seconds(e, graph, cluster) if device.gloo else 0.0
     return device.kernel_gap + sending + packing
 
 
-def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds that it takes to copy into the send buffer of a collective."""
+def _packing_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds to copy values into the send buffer of a collective."""
     if cluster.link(e.kwargs["axis"]).includes_packing:
         return 0.0
     size = local_bytes(graph)
@@ -202,22 +203,22 @@ def _packing(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     return 2 * copied / cluster.device.bandwidth  # each byte is read and written
 
 
-def _after_wait(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds of compute that it takes to turn received bytes into values."""
+def _wait_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds of compute to turn the received bytes of a collective into values."""
     device = cluster.device
     measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
     if measured_unpack is not None:
         return device.kernel_gap + measured_unpack * rules(e).wire_bytes(e, graph.axes)
-    return device.kernel_gap + (_unpacking(e, graph, cluster) if device.gloo else 0.0)
+    return device.kernel_gap + (_unpacking_seconds(e, graph, cluster) if device.gloo else 0.0)
 
 
-def _unpacking(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds that follow from the bytes that are moved to turn received bytes into values."""
+def _unpacking_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
+    """The seconds to unpack a collective, estimated from the bytes that unpacking moves."""
     return UNPACKING.get(e.op, NO_UNPACKING).exact_bytes(e, graph) / cluster.device.bandwidth
 
 
 def _terms_and_sums(e: Eqn, graph: Graph) -> int:
-    """The bytes that a reduce_scatter reads, the terms of every rank, and writes, their sum."""
+    """The bytes to add up a reduce_scatter: it reads the terms of all ranks, and writes their sum."""
     size = local_bytes(graph)
     return sum(map(size, e.ins)) + sum(map(size, e.results))
 
@@ -225,7 +226,8 @@ def _terms_and_sums(e: Eqn, graph: Graph) -> int:
 class Unpacking(NamedTuple):
     """The bytes that are read and written to turn the received bytes of a collective into values.
 
-    A simulation has the program and counts them. A plan decides what shares a message, so it estimates them.
+    A simulation counts them in the program. A plan has yet to decide which members share a message, so it estimates
+    them from the received bytes.
     """
 
     exact_bytes: Callable[[Eqn, Graph], int]
@@ -245,9 +247,11 @@ UNPACKING: Mapping[Any, Unpacking] = {
 
 
 def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = None) -> list[Sent]:
-    """Every started collective, and every copy between two memories. Their place k is before equation k.
+    """The message of every started collective, and of every copy between two memories. Place k is before equation k.
 
-    `seconds` are the seconds of the equations, by default on the cluster.
+    Args:
+        graph, cluster: the program, and the speeds of its messages.
+        seconds: the seconds of the equations, by default `equation_seconds`.
     """
     sent = []
     share_of_products = product_share(graph, seconds or equation_seconds(graph, cluster))
@@ -259,7 +263,7 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
             continue
         axis = rules(e).axis(e)
         if axis not in graph.axes:
-            continue  # over a group that is no axis of the mesh, so its link is unknown
+            continue  # a group of processes that is not an axis of the mesh: its link is unknown
         *inside, last = transfers(e, axis, graph, cluster)
         message = Message(
             issue=started.index + 1,  # after its equation, which takes the seconds of sending
@@ -278,11 +282,11 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
 
 
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:
-    """A message of a GPU, which packs and unpacks it beside compute."""
-    message = message._replace(pack_beside=_packing(e, graph, cluster))
+    """The message with the seconds in which a GPU packs and unpacks it beside compute."""
+    message = message._replace(pack_beside=_packing_seconds(e, graph, cluster))
     if cluster.link(e.kwargs["axis"]).includes_packing:
         return message
-    unpack = _unpacking(e, graph, cluster)
+    unpack = _unpacking_seconds(e, graph, cluster)
     if message.inside is None:
         return message._replace(unpack_beside=unpack)
     # The terms are added up inside each host; the sums of hosts are few.
@@ -290,16 +294,16 @@ def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> 
 
 
 def _copy_message(e: Eqn, size: int, index: int, wait: int, cluster: Cluster) -> Message:
-    """A copy of `size` bytes that equation `index` starts, and equation `wait` waits for.
+    """A copy of `size` bytes that equation `index` starts and equation `wait` waits for.
 
-    Both directions have a link of their own.
+    Each direction has a link of its own.
     """
     latency, transfer = cluster.copy_seconds(size)
     return Message(index + 1, wait, lane(e), lane(e), latency, transfer)
 
 
 def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
-    """The levels in which the bytes of a collective over an axis move: one, or two."""
+    """The levels of a collective over an axis: one, or two if each has a lane of its own."""
     link = cluster.link(axis)
     ranks = graph.axes[axis]
     kind = kind_of(e)
@@ -325,7 +329,7 @@ def _inside_lane(eqn: Eqn) -> str:
 
 
 def kind_of(e: Eqn) -> str:
-    """The kind of a collective, planned or the step's own, by the names of the primitives."""
+    """The kind of a collective, by the names of the primitives: "all_gather" for any gather of the step's own too."""
     if isinstance(e.op, Primitive):
         return e.op.name
     name = op_name(e.op)

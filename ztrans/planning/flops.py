@@ -1,9 +1,9 @@
-"""Count the floating-point operations of an equation, as its kernel computes them.
+"""Count the floating-point operations that the kernel of an equation computes.
 
-PyTorch has formulas for products and convolutions. Those of fused attention, of grouped products and of recurrent
-layers are here. A causal kernel computes half of the scores, and counts half. The backward of fused attention computes
-the scores again, which counts too: it has five products where forward has two. An operation without a formula counts as
-one operation for each element of its results, which is right if it takes as long as its bytes.
+PyTorch has formulas for products and convolutions; the formulas of fused attention, grouped products and recurrent
+layers are here. A causal kernel computes half of the scores, so half of them count. Backward of fused attention
+computes the scores again, which counts too: it has five products where forward has two. An equation without a formula
+counts one operation for each element of its results, which is right if it takes as long as its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ir.op_facts import arguments_by_name, is_view, op_facts
 aten = torch.ops.aten
 hops = torch.ops.higher_order
 _KNOWN_NAMESPACES = ("aten", "prims", "ztrans", "_c10d_functional", "c10d_functional")
-# PyTorch's own operations without a formula take as long as their bytes, except those whose names begin so.
+# PyTorch's own operations without a formula take as long as their bytes, except the ones with these prefixes.
 _COMPUTE_MORE = (
     *("linalg_", "_linalg_", "cholesky", "_cholesky", "lu_", "_lu_", "triangular_solve", "geqrf"),
     *("matrix_exp", "_fft_", "_cdist", "_trilinear", "addbmm", "_sparse", "_weight_int"),
@@ -49,7 +49,7 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Two products in forward. In backward the scores again, and the gradients of scores, queries, keys, values.
+        """Two products in forward; in backward the scores again, and the gradients of scores, queries, keys and values.
 
         >>> Attention(8, 4.0, 64, 64, True, False).flops, Attention(8, 4.0, 64, 64, True, True).flops
         (8192, 20480)
@@ -61,9 +61,9 @@ class Attention(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """How a kernel of fused attention reads its arguments. All kernels give them the same names."""
+    """How a kernel of fused attention reads its arguments, whose names are the same for all kernels."""
 
-    heads_second: bool  # [batch, heads, tokens, width], and not [batch, tokens, heads, width]
+    heads_second: bool  # [batch, heads, tokens, width], not [batch, tokens, heads, width]
     # If queries and keys differ in number, a causal mask aligns the last query with the last key, not the first ones.
     ends_together: bool = False
 
@@ -100,10 +100,10 @@ def flops(e: Eqn, graph: Graph) -> int:
 
 
 def attention_of(e: Eqn, graph: Graph) -> Attention | None:
-    """What an equation of fused attention, or of flex_attention, computes on the first rank; None for others.
+    """The attention, fused or flex_attention, that an equation computes on the first rank; None for other equations.
 
-    What the functions of flex_attention mask is not known, so it counts as attention to all keys. Sequences that are
-    packed one after the other count as if each had the greatest length.
+    The mask of flex_attention is a function, so it counts as attention to all keys. Packed sequences count as if each
+    had the greatest length.
     """
     first_rank = dict.fromkeys(graph.axes, 0)
 
@@ -134,13 +134,13 @@ def attention_of(e: Eqn, graph: Graph) -> Attention | None:
 def _lengths(
     arguments: Mapping[str, Any], query: tuple[int, ...], key: tuple[int, ...], kernel: _Kernel
 ) -> tuple[int, int]:
-    """The greatest numbers of queries and of keys of a sequence."""
+    """The greatest numbers of queries and of keys in a sequence."""
     if arguments.get("cum_seq_q") is not None:
         return int(arguments["max_q"]), int(arguments["max_k"])
     if arguments.get("cu_seqlens_q") is not None:
         return int(arguments["max_seqlen_q"]), int(arguments["max_seqlen_k"])
-    at = -2 if kernel.heads_second else -3
-    return query[at], key[at]
+    dim = -2 if kernel.heads_second else -3
+    return query[dim], key[dim]
 
 
 def _mean_keys(queries: int, keys: int, ends_together: bool) -> float:
@@ -156,13 +156,13 @@ def _mean_keys(queries: int, keys: int, ends_together: bool) -> float:
 
 
 def _formula(op: Any) -> Callable[..., Any] | None:
-    """The formula of an operation, which reads the shapes of arguments and results."""
+    """The formula of an operation, a function of the shapes of its arguments and results; None if it has none."""
     packet = getattr(op, "overloadpacket", op)
     return flop_registry.get(packet) or _PRODUCTS.get(op_facts(op).name)
 
 
 def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
-    """Count the operations by a formula, which reads the shapes of arguments and results."""
+    """Count the operations of an equation on the first rank by a formula."""
     first_rank = dict.fromkeys(graph.axes, 0)
 
     def meta(v: Var) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
         if out is not None:
             outs.append(meta(out))
         else:
-            # A gradient that is not needed is None. It would have the shape of the argument that it is for.
+            # A gradient that is not needed is None. It would have the shape of its argument.
             outs.append(arguments[k + 1] if k + 1 < len(arguments) else None)
     out_val = outs[0] if len(outs) == 1 else tuple(outs)
     return int(formula(*arguments, **e.kwargs, out_val=out_val))
@@ -183,20 +183,16 @@ def _flops_by_formula(formula: Callable[..., Any], e: Eqn, graph: Graph) -> int:
 def _product_flops(
     left: torch.Tensor, right: torch.Tensor, *others: Any, out_val: torch.Tensor, **options: Any
 ) -> int:
-    """The operations of a product of integers, or of a product for each group of rows, as in a mixture of experts.
-
-    Two matrices are grouped along the dim that the product sums over, with a result for each group.
-    """
+    """The operations of a product of integers, or of a product for each group of rows, as in a mixture of experts."""
     operations = 2 * out_val.numel() * left.shape[-1]
-    return (
-        operations // out_val.shape[0]
-        if left.ndim == right.ndim == 2 < out_val.ndim
-        else operations
-    )
+    # Two matrices are grouped along the dim that the product sums over, with a result for each group.
+    if left.ndim == right.ndim == 2 < out_val.ndim:
+        return operations // out_val.shape[0]
+    return operations
 
 
 def _recurrent_flops(x: torch.Tensor, *others: Any, times: int = 1, **options: Any) -> int:
-    """The products of a recurrent layer, `times` times.
+    """The operations of a recurrent layer's products, `times` times.
 
     Each time step of each row is multiplied by the weights of all gates, for the input and for the hidden state.
     """
@@ -220,10 +216,10 @@ _PRODUCTS: Mapping[str, Callable[..., Any]] = {
 
 
 def has_known_cost(e: Eqn) -> bool:
-    """Whether a formula counts what an equation computes, or it is known to take as long as its bytes.
+    """Whether an equation has a formula, or is known to take as long as its bytes.
 
-    PyTorch's operations without a formula take as long as their bytes, except a few. The cost of other operations, such
-    as the user's Triton kernels, is unknown unless PyTorch's FLOP counter has a formula for them
+    PyTorch's own operations without a formula take as long as their bytes, except a few. Other operations, such as the
+    user's Triton kernels, have a known cost only if PyTorch's FLOP counter has a formula for them
     (`torch.utils.flop_counter.register_flop_formula`).
     """
     if isinstance(e.op, Primitive) or functions(e) or _formula(e.op) is not None:

@@ -1,7 +1,7 @@
-"""Build the scheduling `Problem` of a program for a given cluster.
+"""Build the scheduling `Problem` of a program on a cluster.
 
-The skeleton has the places between which a collective may start and be waited for. Durations come from the cluster.
-`problem_memory` counts the bytes that are live besides the planned collectives.
+The skeleton has the places between which a collective may start and be waited for. Durations follow from the cluster.
+`problem_memory` counts the bytes that are live in addition to the planned collectives.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
 
     Args:
         s: the program without its planned collectives.
-        cluster: the speeds, from which the durations of operations and messages follow.
+        cluster: the speeds of devices and links.
         budget: the greatest number of bytes that may be live on a rank.
         update: when updates run, "eager" or "last"; by default as `overlap_grads` says.
 
     Raises:
         ValueError: the cluster has no link for one of the axes.
     """
-    problem, groups = _framed(s, update)
+    problem, groups = _frame_and_groups(s, update)
     duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
-    # The equations of updates have no place of their own: their groups take the seconds.
-    at_places = {**duration, **dict.fromkeys(_floating(groups), 0.0)}
+    # Floating equations have no place of their own: their updates take the seconds.
+    floating = _floating(groups)
     return dataclasses.replace(
         with_memory(s, groups, problem),
-        seconds=tuple(at_places[e] for e in s.ops),
+        seconds=tuple(0.0 if e in floating else duration[e] for e in s.ops),
         wires=_wires(s, problem, cluster),
         memory=budget,
         updates=_updates(s, cluster, groups, duration),
@@ -67,12 +67,12 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
-    """The problem without the seconds and bytes of operations, which suffices to validate a schedule."""
-    return _framed(s, update)[0]
+    """The problem without the seconds and bytes of operations, which is enough to validate a schedule."""
+    return _frame_and_groups(s, update)[0]
 
 
 @cached_on_graph
-def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup, ...]]:
+def _frame_and_groups(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup, ...]]:
     """The frame of a problem, and the equations of the update that leave their places."""
     groups = eager_groups(s) if (update or s.asked_update) == "eager" else ()
     gathers = _gathers(s)
@@ -98,40 +98,40 @@ def _framed(s: Skeleton, update: str | None) -> tuple[Problem, tuple[EagerGroup,
 def _updates(
     s: Skeleton, cluster: Cluster, groups: Sequence[EagerGroup], duration: Mapping[Eqn, float]
 ) -> tuple[Update, ...]:
-    """The updates that leave their places.
+    """The updates of a problem, one for each group of floating equations.
 
     Equal updates that run at one place share a launch, which the first of them makes. If one of them stays at its
-    place, the durations of all are as in the skeleton.
+    place, all have the durations that they have in the skeleton.
     """
     if not groups:
         return ()
     # Measured durations contain their launches.
-    launch_of = {} if cluster.measured else _launches_in_schedules(s, groups)
-    made = launches(s.graph)
+    launch_of = {} if cluster.measured else _shared_launches(s, groups)
+    skeleton_launches = launches(s.graph)
     updates = []
     for group in groups:
         seconds = 0.0
-        shared: dict[int, float] = {}
+        launch_seconds: dict[int, float] = {}
         for e in group.eqns:
             seconds += duration[e]
             if e in launch_of:
-                launch_seconds = shared_launch_seconds(e, s.graph, cluster)
-                shared.setdefault(launch_of[e], launch_seconds)
-                if made[e].kernels:
-                    seconds -= launch_seconds
-        updates.append(Update(seconds, group.after, group.release, tuple(shared.items())))
+                shared_seconds = shared_launch_seconds(e, s.graph, cluster)
+                launch_seconds.setdefault(launch_of[e], shared_seconds)
+                if skeleton_launches[e].kernels:
+                    seconds -= shared_seconds  # the duration in the skeleton contains it
+        updates.append(Update(seconds, group.after, group.release, tuple(launch_seconds.items())))
     return tuple(updates)
 
 
-def _launches_in_schedules(s: Skeleton, groups: Sequence[EagerGroup]) -> dict[Eqn, int]:
-    """For updates that leave their places, the number of the launch that equal ones share where they run together."""
+def _shared_launches(s: Skeleton, groups: Sequence[EagerGroup]) -> dict[Eqn, int]:
+    """For each floating equation, the number of the launch that it shares with equal ones at the same place."""
     floating = _floating(groups)
-    # A schedule may put together what collectives part in the skeleton.
-    alone = s.graph.replace(eqns=tuple(filter(may_change_places, s.graph.eqns)))
+    # Collectives separate equal updates in the skeleton, but a schedule may run them together.
+    updates_only = s.graph.replace(eqns=tuple(filter(may_change_places, s.graph.eqns)))
     launch_of: dict[Eqn, int] = {}
-    for number, equal in enumerate(group_updates(alone)[1]):
-        if floating.issuperset(equal):
-            launch_of.update(dict.fromkeys(equal, number))
+    for number, equal_eqns in enumerate(group_updates(updates_only)[1]):
+        if floating.issuperset(equal_eqns):
+            launch_of.update(dict.fromkeys(equal_eqns, number))
     return launch_of
 
 
@@ -141,8 +141,10 @@ def _floating(groups: Sequence[EagerGroup]) -> set[Eqn]:
 
 
 def _most_in_flight(hint: int | None, members: Sequence[Gather | Reduction]) -> float:
-    """The limit of a transform on the bytes of collectives under way, which always allows the largest one."""
-    return float("inf") if hint is None else max([hint, *(member.bytes for member in members)])
+    """The most bytes of collectives under way, from the hint of a transform. The largest collective always fits."""
+    if hint is None:
+        return float("inf")
+    return max([hint, *(member.bytes for member in members)])
 
 
 # Gathers, and the levers that replace them.
@@ -160,7 +162,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         release = _release(s, sources, use)
         repeats = s.repeats[i]
         if repeats is not None:
-            # Before that the earlier value is still there.
+            # Until then the earlier value is live.
             release = max(release, gathers[repeats].last + 1)
         if start.provenance is not None and start.provenance.regather == "always":
             # The user wants the memory back between forward and backward.
@@ -169,14 +171,14 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         gather = _gather(collective, s.sizes, use, last)
         gathers.append(gather._replace(release=min(release, use), repeats=repeats))
 
-    # These may be sent in place of others, and are numbered after them.
-    for each in s.of_parts:
-        replaced = gathers[each.replaces]
+    # Gathers of parts come after all gathers that they may replace.
+    for part_gather in s.part_gathers:
+        replaced = gathers[part_gather.replaces]
         use = replaced.use
-        gather = _gather(each.collective, s.sizes, use, replaced.last)
+        gather = _gather(part_gather.collective, s.sizes, use, replaced.last)
         # The part exists once the first value has been waited for.
-        release = min(gathers[each.first].use + 1, use)
-        gathers.append(gather._replace(release=release, replaces=each.replaces))
+        release = min(gathers[part_gather.first].use + 1, use)
+        gathers.append(gather._replace(release=release, replaces=part_gather.replaces))
     return tuple(gathers)
 
 
@@ -194,7 +196,7 @@ def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather
 
 
 def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:
-    """The place from which on the results of `sources` exist, which a gather sends: operations or collectives."""
+    """The first place at which a gather can send the results of `sources`, which are operations or collectives."""
     release = 0
     for e in sources:
         release = max(release, s.places[e] + 1 if e in s.places else use)
@@ -208,29 +210,29 @@ def _last_reader(s: Skeleton, value: Var, end: int) -> int:
 
 
 def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
-    """For each region and place, where the forward or backward that contains the place begins."""
+    """For each region, the place where the phase of that region around each place begins."""
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
     for k, e in enumerate(s.ops):
         for region, places in begins.items():
             # An equation of the update does not end the phase around it.
-            goes_on = e.region in (region, "update")
-            places.append(places[-1] if goes_on else k + 1)
+            continues = e.region in (region, "update")
+            places.append(places[-1] if continues else k + 1)
     return begins
 
 
 def _levers_of_parts(
     s: Skeleton, gathers: Sequence[Gather], cluster: Cluster | None = None
 ) -> tuple[Lever, ...]:
-    """For each gather of parts, the lever that sends it. Those whose parts are kept for the shortest time come first.
+    """The levers that send gathers of parts; parts that are kept for the shortest time come first.
 
-    The part is copied where the first value is waited for. Without a cluster, that takes no time.
+    A part is copied where the first value is waited for. Without a cluster, the copy takes no time.
     """
     first_rank = dict.fromkeys(s.sizes, 0)
     levers = []
-    for i, each in enumerate(s.of_parts, len(s.gathers)):
-        part = each.part[-1].out
+    for i, part_gather in enumerate(s.part_gathers, len(s.gathers)):
+        part = part_gather.part[-1].out
         size = math.prod(local_shape(part, s.sizes, first_rank)) * part.dtype.itemsize
-        made = gathers[each.first].use
+        first_use = gathers[part_gather.first].use
         use = gathers[i].use
         copy_seconds = 0.0
         if cluster is not None:
@@ -238,13 +240,13 @@ def _levers_of_parts(
             copy_seconds = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
         lever = Lever(
             name=gathers[i].name,
-            drops=each.replaces,
-            buffer=Buffer(size, 2 * made, 2 * use),
+            drops=part_gather.replaces,
+            buffer=Buffer(size, 2 * first_use, 2 * use),
             sends=i,
-            copied_at=made,
+            copied_at=first_use,
             copy_seconds=copy_seconds,
         )
-        levers.append((use - made, lever))
+        levers.append((use - first_use, lever))
     levers.sort(key=lambda item: item[0])
     return tuple(lever for _, lever in levers)
 
@@ -256,20 +258,20 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     axes = s.graph.axes
     size = local_bytes(s.graph)
     last_waits = _last_waits(s, floating)
-    most = s.graph.hints.bucket
-    # If the user has set the size of a bucket, buckets fill in order of birth: by key, the last one and its bytes.
-    filling: dict[tuple, tuple[int, int]] = {}
+    bucket_bytes = s.graph.hints.bucket
+    # If the user has set the size of a bucket, buckets fill in order of birth.
+    last_bucket: dict[tuple, tuple[int, int]] = {}  # by key, its number and bytes
     reductions = []
     for i, collective in enumerate(s.reductions):
         start = collective.start
         gradient = size(start.ins[0])
         key: tuple = (*bucket_key(start), collective.second is not None)
-        if most is not None:
-            number, filled = filling.get(key, (0, 0))
-            if filled and filled + gradient > most:
+        if bucket_bytes is not None:
+            number, filled = last_bucket.get(key, (0, 0))
+            if filled and filled + gradient > bucket_bytes:
                 number += 1
                 filled = 0
-            filling[key] = number, filled + gradient
+            last_bucket[key] = number, filled + gradient
             key = (*key, number)
 
         second = None
@@ -287,10 +289,10 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
 def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
     """The last place to wait for each reduction.
 
-    It is the place of the first operation that needs the result, moved back over the floating equations right before
-    it, because these run after the wait. It is never before the place where the reduction starts.
+    It is the place of the first operation that needs the result, moved back over floating equations right before it,
+    because they run after the wait; but never before the start of the reduction.
     """
-    # By place: itself, or the first of the floating equations right before it.
+    # For each place, the first place of the floating equations right before it.
     moved_back = [0]
     for k, e in enumerate(s.ops):
         moved_back.append(moved_back[k] if e in floating else k + 1)
@@ -318,9 +320,9 @@ def _reduction(
 
 
 def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
-    """The collectives that the schedule does not place, with the places at which they are issued and waited for.
+    """The messages that no schedule moves, with the places at which they are issued and waited for.
 
-    Copies between two memories find their places after the schedule (see `place_copies`).
+    Copies between two memories are not among them: they are placed after the schedule (see `place_copies`).
     """
     fixed = []
     for e, message, _ in messages(s.graph, cluster):
@@ -334,19 +336,22 @@ def _fixed_messages(s: Skeleton, cluster: Cluster) -> tuple[Message, ...]:
 def _wires(s: Skeleton, problem: Problem, cluster: Cluster) -> dict[Hashable, Wire]:
     """How the messages of each key travel."""
     wires: dict[Hashable, Wire] = {}
-    products = product_share(s.graph, equation_seconds(s.graph, cluster))
+    share_of_products = product_share(s.graph, equation_seconds(s.graph, cluster))
+
+    def wire(start: Eqn) -> Wire:
+        return _wire(start, s.sized_graph, cluster, share_of_products)
+
     for gather, planned_gather in zip(problem.gathers, s.all_gathers):
-        wires[gather.key] = _wire(planned_gather.start, s.sized_graph, cluster, products)
+        wires[gather.key] = wire(planned_gather.start)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
-        wires[reduction.key] = _wire(planned_reduction.start, s.sized_graph, cluster, products)
+        wires[reduction.key] = wire(planned_reduction.start)
         if reduction.second is not None and planned_reduction.second is not None:
-            second = planned_reduction.second[0]
-            wires[reduction.second.key] = _wire(second, s.sized_graph, cluster, products)
+            wires[reduction.second.key] = wire(planned_reduction.second[0])
     return wires
 
 
-def _wire(start: Eqn, graph: Graph, cluster: Cluster, products: float) -> Wire:
-    """How the messages of a key travel. `products` is the share of products in compute, which messages slow down."""
+def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) -> Wire:
+    """How the messages of a key travel. Messages slow down the products, which are a share of compute."""
     axis = start.kwargs["axis"]
     device = cluster.device
     link = cluster.link(axis)
@@ -361,8 +366,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, products: float) -> Wire:
         latency = last.latency
         pace = last.seconds / received
     else:
-        # The bytes of a bucket decide whether a ring or a tree is faster, so the wire has both. With the bytes that the
-        # link is charged with for one received byte, `ways` gives the seconds of that byte.
+        # The bytes of a bucket decide whether a ring or a tree is faster, so the wire has both. For the bytes that one
+        # received byte charges its link with, `ways` returns the seconds of that byte.
         charged = cluster.charge_factor(start, graph.axes)
         (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
         tree = others[0] if others else None
@@ -373,13 +378,13 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, products: float) -> Wire:
         unpacked = UNPACKING.get(start.op, NO_UNPACKING).bytes_per_received_byte
     if link.includes_packing and not device.gloo:
         unpacked = 0
-    launches = 1 if link.includes_packing else 2  # of the message, and of what packs it
+    kernels = 1 if link.includes_packing else 2  # the message, and what packs it
     return Wire(
         last.lane,
         last.link,
         latency,
         pace,
-        overhead=launches * device.kernel_gap + link.overhead,
+        overhead=kernels * device.kernel_gap + link.overhead,
         byte_overhead=link.byte_overhead,
         unpack=measured_unpack or 0.0,
         ranks=graph.axes[axis],
@@ -387,6 +392,6 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, products: float) -> Wire:
         copy_out=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=inside,
-        taken=products * cluster.lost_beside(axis, kind),
+        taken=share_of_products * cluster.lost_beside(axis, kind),
         tree=tree,
     )

@@ -16,7 +16,7 @@ from .cost import Memory, memory
 
 
 class Way(NamedTuple):
-    """A way in which a step fits its limit: the line to write, and the step that it makes, as it was simulated."""
+    """A way to fit the limit: the line to write, and the simulated seconds and peak of the step with it."""
 
     line: str
     seconds: float
@@ -31,10 +31,10 @@ class DoesNotFit(ValueError):
 
     Attributes:
         problem: what the limit is, what the step needs, and where.
-        advice: what helps besides the ways.
+        advice: what else helps.
         limit: the bytes that may be live.
-        least: the memory of the order that needs least, of those that were tried.
-        ways: how the step fits, the fastest first.
+        least: the memory of the order that needs the least, among the orders that were tried.
+        ways: the ways to fit, the fastest first.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class DoesNotFit(ValueError):
         super().__init__("\n".join([*lines, advice]))
 
     def with_ways(self, ways: Sequence[Way]) -> DoesNotFit:
-        """This error with the ways in which the step fits."""
+        """This error with the ways to fit."""
         return DoesNotFit(self.problem, self.advice, self.limit, self.least, ways)
 
     @property
     def room(self) -> int:
-        """The bytes that the limit leaves besides the state of the step."""
+        """The bytes that the state of the step leaves within the limit."""
         return self.limit - self.least.state
 
 
@@ -69,45 +69,44 @@ def with_device_limit(graph: Graph, device: Device) -> Graph:
 
 
 def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
-    """The error of a program that needs more than its limit in every order that was tried, at least `least`."""
-    # The limit, what is needed, and the largest values at the peak.
-    needs = f"{least.peak} bytes ({format_bytes(least.peak)})"
+    """The error of a program that exceeds its limit in every order that was tried; `least` is the lowest memory."""
+    peak_text = f"{least.peak} bytes ({format_bytes(least.peak)})"
     if least.peak_eqn is not None and least.peak_eqn.source:
-        needs += f" at {least.peak_eqn.source.where}"
+        peak_text += f" at {least.peak_eqn.source.where}"
     limit = limit_text(graph.hints, device)
-    lines = [f"{limit} is less than the step needs in any order tried: {needs}."]
+    lines = [f"{limit} is less than the step needs in any order tried: {peak_text}."]
     for v, size, line in least.holders[:5]:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
 
     help_of_ranks = ranks_may_help(graph, "device", least.peak, graph.hints.memory_limit or 0)
     if graph.hints.limit_option:
-        others = "a smaller batch, or more ranks" if help_of_ranks else "or a smaller batch"
-        advice = f"Give it that much, {others}."
+        remedies = "a smaller batch, or more ranks" if help_of_ranks else "or a smaller batch"
+        advice = f"Give it that much, {remedies}."
     else:
-        others = "a smaller batch, more ranks," if help_of_ranks else "a smaller batch"
+        remedies = "a smaller batch, more ranks," if help_of_ranks else "a smaller batch"
         advice = (
-            f"Take {others} or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, name "
-            f"the limit: zt.prefetch(memory=...)."
+            f"Take {remedies} or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, "
+            f"name the limit: zt.prefetch(memory=...)."
         )
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory_limit or 0, least)
 
 
 def ranks_may_help(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> bool:
-    """Whether a step with this peak in a memory could fit on more ranks, each with a smaller part of the state.
+    """Whether a step with this peak in a memory could fit on more ranks, each with smaller shards of the state.
 
-    The batch of each rank stays as large as it is.
+    The batch of each rank keeps its size.
     """
     size = local_bytes(graph)
-    cut = 0
+    shard_bytes = 0
     for leaf in graph.inputs[: graph.num_state]:
         if leaf.split is not None and leaf.memory == kind:
-            cut += size(leaf)
-    return cut > 0 and peak - cut <= limit
+            shard_bytes += size(leaf)
+    return shard_bytes > 0 and peak - shard_bytes <= limit
 
 
 def check_peak(graph: Graph, device: Device) -> None:
-    """Check that a program is within its limit with what is placed after its plan: copies, and gathers that it carries.
+    """Check the limit again once copies and carried gathers are placed, which a plan does not count.
 
     Raises: DoesNotFit if it is not.
     """
@@ -129,7 +128,7 @@ def check_peak(graph: Graph, device: Device) -> None:
 
 
 def limit_text(hints: Hints, device: Device) -> str:
-    """What the limit of a program is, for errors: who names it, and how many bytes it has."""
+    """The limit of a program for errors: who sets it, and its bytes."""
     limit = format_bytes(hints.memory_limit or 0)
     if hints.limit_option:
         return f"{hints.limit_option}: {limit}"

@@ -1,9 +1,9 @@
-"""Choose the order of a program with hints, and say in a plan what was chosen and why.
+"""Choose the order of a program with hints, and write a plan of what was chosen and why.
 
-The budget of the solver is the limit of the step, which a transform names, or which the device has. Without a limit,
-it is what the program would need as written and a little more. If no schedule fits the budget, updates run last. If
-none fits then and there is a limit, the program keeps its order, or is refused. Without a limit, the plan exceeds the
-budget by as little as it can, and its notes say so.
+The budget of the solver is the limit of the step, which a transform or the device sets. Without a limit, it is a little
+more than the program needs as written. If no schedule fits the budget, updates run last. If none fits then either, a
+program with a limit keeps its order or is refused; without a limit, the plan exceeds the budget by as little as it can,
+and its notes say so.
 
     make_plan --> plan_order --> for the budget, and again with less room for micro-batches:
                                  problem_within (when updates run) --> solve --> validate --> realise --> check
@@ -27,29 +27,29 @@ from .early_updates import with_early_updates
 from .formulate import formulate
 from .limit import DoesNotFit, does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
-from .realise import realise, sent_of_parts, without_hints
+from .realise import realise, sent_part_gathers, without_hints
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
 from .solver.search import EFFORT, WITHOUT_SEARCH, least_memory, solve
 from .solver.validate import ScheduleError, validate
 
-# Where no limit is known: the share by which the peak may rise above that of the program as written.
+# Without a limit, the share by which the peak may rise above the peak of the program as written.
 SLACK = 0.05
-# A step that needs more than its limit by this share is refused at once. The bytes that a schedule counts are an upper
-# bound, so a step that needs a little more may still fit.
+# A step that exceeds its limit by more than this share is refused without a search. The bytes that a schedule counts
+# are an upper bound, so a step that needs a little more may still fit.
 FAR = 0.05
-# How many searches for an order of micro-batches there are, each within fewer bytes.
+# The most searches for an order of micro-batches, each within fewer bytes.
 _ROUNDS = 4
 
 
 def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
-    """Make the plan of a program with hints, and the program in the order of that plan.
+    """Make the plan of a program with hints, and the verified program in the order of that plan.
 
-    The program is verified. If no other order fits the limit, or if the planned order is not valid, the program keeps
-    the order in which it was written, and the notes of the plan say why.
+    If no other order fits the limit, or if the planned order is not valid, the program keeps the order in which it was
+    written, and the notes of the plan say why.
 
     Raises:
-        DoesNotFit: the limit is below what any order that was tried needs.
+        DoesNotFit: every order that was tried needs more than the limit.
         ValueError: the cluster lacks a link.
     """
     try:
@@ -60,14 +60,14 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     except DoesNotFit as error:
         as_written = memory(graph)
         if error.limit < as_written.peak:
-            least = min(error.least, as_written, key=lambda each: each.peak)
+            least = min(error.least, as_written, key=lambda m: m.peak)
             raise does_not_fit(graph, cluster.device, least) from None
         needed = format_bytes(error.least.peak)
         return _as_written(graph, cluster, f"any other needs {needed}")
 
 
 def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
-    """As `make_plan`, but a program does not keep the order in which it was written.
+    """As `make_plan`, but the program never keeps its order because a planned one failed.
 
     Raises:
         DoesNotFit: the planned order needs more than the limit.
@@ -93,13 +93,13 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
-    notes += _note_of_parts(s, schedule)
+    notes += _notes_on_parts(s, schedule)
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, needed.peak, cluster), ordered
 
 
 def _check_near_limit(s: Skeleton, problem: Problem, device: Device) -> None:
-    """Refuse a step that needs far more than its limit without a search for a fast order.
+    """Refuse a step that needs far more than its limit, without a search for a fast order.
 
     Raises: DoesNotFit
     """
@@ -121,11 +121,11 @@ class _Order(NamedTuple):
 
 
 def _fastest_order(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
-    """The fastest order found. If that is above the limit of the step, the messages may be sent alone.
+    """The fastest order found; if it exceeds the limit of the step, the order with every message sent alone.
 
-    A problem of micro-batches counts too little: sums of gradients are live through all of them but the first, and so
-    are the batches of the others. So what the program of a schedule needs above the budget is taken from the room of
-    the next search.
+    A problem of micro-batches counts too few bytes: sums of gradients are live through all of them but the first, and
+    so are the batches of the others. So each search gets less room, by the bytes that the last order needed above the
+    budget.
 
     Raises: DoesNotFit, ProgramError, ScheduleError
     """
@@ -173,9 +173,11 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
     return _with_notes(plan, graph, needed.peak, cluster), check(graph)
 
 
-def _note_of_parts(s: Skeleton, schedule: Schedule) -> list[str]:
+def _notes_on_parts(s: Skeleton, schedule: Schedule) -> list[str]:
     """How many values neighbours keep in parts, and gather again among themselves."""
-    axes = Counter(each.collective.start.kwargs["axis"] for each in sent_of_parts(s, schedule))
+    axes: Counter[str] = Counter()
+    for part_gather in sent_part_gathers(s, schedule):
+        axes[part_gather.collective.start.kwargs["axis"]] += 1
     repeats = sum(first is not None for first in s.repeats)
     notes = []
     for axis, count in axes.items():
@@ -190,9 +192,9 @@ def _note_of_parts(s: Skeleton, schedule: Schedule) -> list[str]:
 def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:
     """The problem to solve, and when updates run in it.
 
-    Updates run as the user asked. If they were to run early and that cannot fit the budget, they run last, provided
-    that this takes less memory. If that does not fit either, the problem may take as much memory as it needs: the bytes
-    of a problem are an upper bound, so the program of its schedule may still fit.
+    Updates run as the user asked. If early updates cannot fit the budget, updates run last, provided that this takes
+    less memory. If neither fits, the problem may take as much memory as it needs: its bytes are an upper bound, so the
+    program of its schedule may still fit.
     """
     update = s.asked_update
     problem = formulate(s, cluster, budget)
@@ -219,7 +221,7 @@ def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Grap
 
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:
-    """Add notes to a plan: unknown costs, which way its collectives go between hosts, and memory."""
+    """Add notes to a plan: unknown costs, the routes of collectives between hosts, and memory."""
     lines = notes_on_unknown_costs(graph, cluster)
     for e in pair(graph).starts:
         route = cluster.route(e, graph.axes)

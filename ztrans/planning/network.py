@@ -1,17 +1,14 @@
-"""Messages under way, each in the lane of its communicator and over a link that lanes may share.
-
-`Stalls` has the times in which compute stands still.
+"""Simulate messages under way, each in the lane of its communicator and over a link that lanes may share.
 
 A lane is first in, first out, and independent of the others. Messages of different lanes that cross the same link at
 the same time share its bandwidth equally. All times are in seconds.
 
-Between CPUs, compute packs a message before it is issued, and unpacks it after the wait. A GPU does both beside
-compute: a packing queue packs the messages of all lanes, one after the other, and the lane of a message unpacks it. A
-message may be hierarchical: then it has two levels, inside hosts and between them, each with a lane and a link. In both
-lanes messages are in the order of their issue.
+Between CPUs, compute packs a message before its issue and unpacks it after the wait. A GPU does both beside compute: a
+packing queue packs the messages of all lanes, one after the other, and the lane of a message unpacks it. A hierarchical
+message has two levels, inside hosts and between them, each with a lane and a link. Both lanes keep the order of issue.
 
-While a message is under way on a GPU, its kernels take a share of the processor. Compute that runs meanwhile loses that
-share of its speed, which is charged when the message is waited for. While compute stands still, it loses nothing.
+While a message is under way on a GPU, its kernels take a share of the processor. Compute loses that share of its speed,
+which is charged when the message is waited for. While compute stands still, it loses nothing: `Stalls` has these times.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ NEVER = float("inf")
 
 
 class Level(NamedTuple):
-    """One level of a message: all of it, or its part inside hosts, or between them."""
+    """One level of a message: the whole message, or its part inside hosts or between them."""
 
     lane: str
     link: str
@@ -64,37 +61,37 @@ class Message(NamedTuple):
 
 
 def in_lane(level: Level | Message) -> float:
-    """The seconds for which a message, or its first level, needs its lane."""
+    """The seconds for which a message, or its first level, occupies its lane."""
     return level.latency + level.seconds + level.unpack_beside
 
 
 class Network:
-    """The messages that are under way. The head of each lane first waits for its latency, then moves its bytes.
+    """The messages under way. The head of each lane first waits for its latency, then moves its bytes.
 
-    Each level of a message has a number, and the number of a message is that of its last level. `begin` and `end` are
-    infinite until it begins or ends.
+    Each level of a message has a number; the number of a message is the number of its last level. `begin` and `end` are
+    `NEVER` until the level begins or ends.
     """
 
     def __init__(self) -> None:
         self.levels: list[Level | Message] = []
-        # When each may begin: it is packed, and its first level has ended.
+        # When each level may begin: its message is packed, and a second level also follows the end of the first.
         self.ready: list[float] = []
         self.begin: list[float] = []
         self.end: list[float] = []
-        # The second level by the number of the first, and the other way round.
+        # The number of the second level by the first's, and the other way round.
         self.second: dict[int, int] = {}
         self.first: dict[int, int] = {}
         self.packed = 0.0  # when the packing queue is empty
-        # By lane, the numbers of its levels; the first one is sent.
+        # By lane, the numbers of its levels; the first one is being sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time, number of a level, ends). At that time the level has been unpacked if `ends`; otherwise its
+        # A heap of (time, number of a level, ends). At that time the level ends, unpacked, if `ends`; otherwise its
         # bytes begin to move.
         self.timed: list[tuple[float, int, bool]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event
 
     def issue(self, message: Message, now: float) -> int:
-        """Issue a message at time `now`, up to which `run` must have played; return its number."""
+        """Issue a message at time `now`, and return its number. `run` must have played up to `now`."""
         self.packed = max(self.packed, now) + message.pack_beside
         if message.inside is None:
             return self._join_lane(message, self.packed, now)
@@ -111,18 +108,18 @@ class Network:
             self._step()
 
     def arrival(self, i: int) -> float:
-        """Let time pass until message `i` has arrived, and return when it did."""
+        """Let time pass until message `i` has arrived, and return the time of its arrival."""
         while self.end[i] == NEVER:
             self._step()
         return self.end[i]
 
-    def first_of(self, several: Sequence[int]) -> int:
+    def first_of(self, numbers: Sequence[int]) -> int:
         """Let time pass until one of several messages has arrived, and return its position among them."""
-        if len(several) == 1:
-            self.arrival(several[0])
+        if len(numbers) == 1:
+            self.arrival(numbers[0])
             return 0
         while True:
-            ends = [self.end[i] for i in several]
+            ends = [self.end[i] for i in numbers]
             first = min(ends)
             if first != NEVER:
                 return ends.index(first)
@@ -143,17 +140,17 @@ class Network:
         lane = self.queued[level.lane]
         lane.append(i)
         if len(lane) == 1:
-            self._head(i, now)
+            self._begin_head(i, now)
         return i
 
-    def _head(self, i: int, now: float) -> None:
+    def _begin_head(self, i: int, now: float) -> None:
         """Begin to send the head of a lane. A second level begins when its first one ends."""
         ready = self.ready[i]
         if ready != NEVER:
             self.begin[i] = max(ready, now)
-            self._at(self.begin[i] + self.levels[i].latency, i, False)
+            self._add_event(self.begin[i] + self.levels[i].latency, i, False)
 
-    def _at(self, time: float, i: int, ends: bool) -> None:
+    def _add_event(self, time: float, i: int, ends: bool) -> None:
         heapq.heappush(self.timed, (time, i, ends))
         if time < self.next:
             self.next = time
@@ -177,28 +174,28 @@ class Network:
             i = link.leave(now)
             unpack = self.levels[i].unpack_beside
             if unpack:
-                self._at(now + unpack, i, True)
+                self._add_event(now + unpack, i, True)
             else:
                 self._end(i, now)
-        soon = timed[0][0] if timed else NEVER
+        next_time = timed[0][0] if timed else NEVER
         for link in self.links.values():
-            if link.next < soon:
-                soon = link.next
-        self.next = soon
+            if link.next < next_time:
+                next_time = link.next
+        self.next = next_time
 
     def _end(self, i: int, now: float) -> None:
-        """Free the lane of a level that has ended, and let its second level follow."""
+        """End a level: free its lane, and let its second level follow."""
         self.end[i] = now
         lane = self.queued[self.levels[i].lane]
         lane.popleft()
         if lane:
-            self._head(lane[0], now)
+            self._begin_head(lane[0], now)
 
         second = self.second.get(i)
         if second is not None:
             self.ready[second] = now
             if self.queued[self.levels[second].lane][0] == second:
-                self._head(second, now)
+                self._begin_head(second, now)
 
 
 class Stalls:
@@ -207,17 +204,17 @@ class Stalls:
     def __init__(self) -> None:
         self.begins: list[float] = []
         self.ends: list[float] = []
-        # The seconds of all stalls before each of them; the last entry is of all.
-        self.before = [0.0]
+        # The total seconds of the stalls before each one; the last entry is the total of all.
+        self.seconds_before = [0.0]
 
     def add(self, begin: float, end: float) -> None:
-        """Compute stands still from `begin` to `end`, after all times so far."""
+        """Add a stall from `begin` to `end`, after all earlier ones."""
         self.begins.append(begin)
         self.ends.append(end)
-        self.before.append(self.before[-1] + end - begin)
+        self.seconds_before.append(self.seconds_before[-1] + end - begin)
 
     def lost(self, network: Network, i: int, now: float) -> float:
-        """The seconds that message `i`, which has arrived, has taken from compute that ran until `now`."""
+        """The seconds that compute has lost until `now` to message `i`, which has arrived."""
         message = network.levels[i]
         if not isinstance(message, Message) or not message.taken:
             return 0.0
@@ -228,23 +225,25 @@ class Stalls:
             begin = network.begin[level]
             end = min(network.end[level], now)
             if begin < end:
-                lost += message.taken * (end - begin - self._until(end) + self._until(begin))
+                stalled_before = self._seconds_until(begin)
+                stalled_until_end = self._seconds_until(end)
+                lost += message.taken * (end - begin - stalled_until_end + stalled_before)
         return lost
 
-    def _until(self, time: float) -> float:
+    def _seconds_until(self, time: float) -> float:
         """The seconds of stalls until `time`."""
         k = bisect_right(self.begins, time)
         if not k:
             return 0.0
-        return self.before[k] - max(self.ends[k - 1] - time, 0.0)
+        return self.seconds_before[k] - max(self.ends[k - 1] - time, 0.0)
 
 
 class _Link:
     """The messages that move bytes over one link, in equal shares.
 
-    This is processor sharing, and `served` is its virtual time: the seconds with the link to itself that each active
-    message gains. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the
-    last change. Up to then, no message was active for `idle` seconds.
+    This is processor sharing. `served` is its virtual time: the seconds of the link for itself that each active message
+    has had. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the last
+    change; `idle` is the total time until then without an active message.
     """
 
     __slots__ = ("active", "idle", "next", "served", "since")
@@ -260,7 +259,7 @@ class _Link:
     def join(self, i: int, seconds: float, now: float) -> None:
         active = self.active
         if active:
-            # Until now, each of them had an equal share of the link.
+            # Until now, each active message had an equal share of the link.
             self.served += (now - self.since) / len(active)
         else:
             self.idle += now - self.since

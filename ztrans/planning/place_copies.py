@@ -1,4 +1,4 @@
-"""Start the copies between two memories early, and wait for them late, so that compute hides them.
+"""Start copies between two memories early and wait for them late, so that compute hides them.
 
 A copy involves no other rank, so it is placed last, in the order that the plan has given to everything else:
 
@@ -8,13 +8,13 @@ A copy involves no other rank, so it is placed last, in the order that the plan 
 
 Each direction is a queue. Copies to the host start where their value exists, and are waited for where they have ended.
 Copies to the device end where their value is needed: from the last one back to the first, each starts just early
-enough. A copy that would raise the peak of memory is stretched less, and compute waits for it.
+enough. A copy that would raise the peak of memory gets less time, and compute waits for the rest.
 
-With `offload(across_steps=True)` a copy to the host that has not ended when the step ends goes on under the next one,
-which waits for it where it has ended (see `ir.carried_copies`).
+With `offload(across_steps=True)`, a copy to the host that outlasts the step is carried: the next step waits for it
+where it has ended (see `ir.carried_copies`).
 
-Equal updates that stand together take one launch (see `ir.update_groups`), so no copy stands between them. Leaves are
-copied in sets, before and after the updates of a set. Copies that are under way start before a set or end after it.
+Equal updates next to each other take one launch (see `ir.update_groups`), so no copy starts or ends between them.
+Leaves are copied in sets, before and after the updates of a set.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .durations import equation_seconds, messages
 from .limit import ranks_may_help
 from .play import play
 
-# Bytes of leaves that are copied together: for fewer, launches cost more than the lead that copies get.
-_TOGETHER = 64 << 20
-_TRIALS = 4  # with less and less memory: a value that is copied cannot be overwritten meanwhile
+# Bytes of leaves that are copied as one set: with fewer, launches cost more than copies gain by an earlier start.
+_SET_BYTES = 64 << 20
+_TRIALS = 4  # each with less memory, because a value cannot be overwritten while it is copied
 
-# The order of the equations that stand at one index: what moves there, around the equation that was there before.
+# The order of the equations at one index: the ones that move there, around the one that was there before.
 _EARLIER_WAITS = 0  # for copies that have started before this index
 _STARTS_BEFORE = 1
 _WAITS_BEFORE = 2
@@ -59,8 +59,8 @@ class _Position(NamedTuple):
     """Where an equation will stand, as a key for sorting.
 
     Attributes:
-        anchor: the index of an equation in the old order, at which it will stand.
-        turn: among the equations there, as in the constants above.
+        anchor: its new index, as an index of the old order.
+        turn: its turn among the equations at that index, one of the constants above.
     """
 
     anchor: int
@@ -70,13 +70,13 @@ class _Position(NamedTuple):
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     """The program with its copies placed; other equations keep their order.
 
-    The peak of memory does not rise, or not above the limit within which values of forward may wait on the host.
+    The peak of memory does not rise, except up to the limit of `offload` for values of forward.
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
     allowed, graph = _in_sets(graph)
-    # `_Placing` counts the bytes of the whole program, but the programs of its micro-batches may run instead. They may
-    # have more live: in the last one, the sums of gradients are live throughout. So that difference is taken off.
+    # `_Placing` counts the bytes of the whole program, but programs of micro-batches may run instead, with more bytes
+    # live: in the last one, the sums of gradients are live throughout. So the difference of the peaks is subtracted.
     may_use = max(_live_on_device(graph)) + allowed - memory(graph).peak
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
@@ -88,13 +88,13 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
 
 
 def _in_sets(graph: Graph) -> tuple[int, Graph]:
-    """The bytes that may be live, and the program that copies leaves in sets, or each alone if that needs less."""
-    alone = copied_when_needed(graph)
-    allowed = memory(alone).peak
+    """The bytes that may be live, and the program with leaves copied in sets, or one by one if sets need more."""
+    one_by_one = copied_when_needed(graph)
+    allowed = memory(one_by_one).peak
     if graph.hints.offload and graph.hints.memory_limit is not None:
         allowed = max(allowed, graph.hints.memory_limit)
-    together = copied_when_needed(graph, _TOGETHER)
-    return allowed, together if memory(together).peak <= allowed else alone
+    in_sets = copied_when_needed(graph, _SET_BYTES)
+    return allowed, in_sets if memory(in_sets).peak <= allowed else one_by_one
 
 
 class HostIsFull(ValueError):
@@ -116,12 +116,13 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
         )
 
 
-def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
-    """The program in which no copy is under way beside compute, which needs the least memory.
+def copied_when_needed(graph: Graph, set_bytes: int = 0) -> Graph:
+    """The program in which no copy is under way while compute runs, which needs the least memory.
 
-    Copies to the device start and are waited for right before their first reader, those to the host right after their
-    value is computed and what they overwrite has been read. They write the state, so in a program that writes its state
-    last, they follow all that can fail. Of the leaves that updates read, so many bytes are copied `together`.
+    A copy to the device starts and is waited for right before its first reader; a copy to the host right after its
+    value is computed and all readers of what it overwrites have run. Copies to the host write the state, so in a
+    program that writes its state last, they follow everything that can fail. The leaves that updates read are copied in
+    sets of `set_bytes`.
     """
     readers = users(graph)
     makers = producers(graph.eqns)
@@ -134,8 +135,8 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
         first_reader[e] = min(indices, default=len(graph.eqns))
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
-    if together:
-        begins, ends = _sets(graph, first_reader, together)
+    if set_bytes:
+        begins, ends = _sets(graph, first_reader, set_bytes)
 
     # Right before the first reader, or the set of updates that it is in.
     for e, first in first_reader.items():
@@ -147,13 +148,13 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
     # Right after the value and all readers of what is overwritten, or the sets of updates that they are in.
     for e in to_host:
         (wait,) = readers[e.out]
-        before = [makers[v] for v in e.ins if v in makers]
+        earlier_eqns = [makers[v] for v in e.ins if v in makers]
         index = -1
         if "over" in e.kwargs:
-            before += _waits_before_writing(e, readers)
+            earlier_eqns += _waits_before_writing(e, readers)
             index = first_write(graph) - 1
-        for each in before:
-            anchor = positions[each].anchor
+        for earlier in earlier_eqns:
+            anchor = positions[earlier].anchor
             index = max(index, ends.get(anchor, anchor))
         positions[e] = _Position(index, _STARTS_AFTER)
         positions[wait] = _Position(index, _WAITS_AFTER)
@@ -161,19 +162,19 @@ def copied_when_needed(graph: Graph, together: int = 0) -> Graph:
 
 
 def _unmoved(graph: Graph) -> dict[Eqn, _Position]:
-    """The positions of the equations of a program, if all stay where they are."""
+    """The positions of the equations of a program if all stay."""
     return {e: _Position(i, _ITSELF) for i, e in enumerate(graph.eqns)}
 
 
 def _sets(
-    graph: Graph, first_reader: Mapping[Eqn, int], together: int
+    graph: Graph, first_reader: Mapping[Eqn, int], set_bytes: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """For each update, the first and the last one of its set, by index. Copies between updates do not separate them.
+    """For each update, the first and the last update of its set, by index. Copies between updates do not separate them.
 
     Args:
         graph: the program.
         first_reader: for each copy to the device, the equation that reads it first.
-        together: the most bytes that the updates of a set read from the host, if that is not one leaf.
+        set_bytes: the most bytes that the updates of a set read from the host; one larger leaf is a set too.
     """
     size = local_bytes(graph)
     arriving: Counter[int] = Counter()
@@ -185,7 +186,7 @@ def _sets(
         if rules(e).copies:
             continue
         is_update = may_change_places(e)
-        if not is_update or filled + arriving[i] > together:
+        if not is_update or filled + arriving[i] > set_bytes:
             members.append([])
             filled = 0
         if is_update:
@@ -202,7 +203,7 @@ def _sets(
 
 
 def _waits_before_writing(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[Eqn]:
-    """The waits for the copies of what a copy to the host writes over."""
+    """The waits for the other copies of the value that a copy to the host overwrites."""
     waits: list[Eqn] = []
     for copy in readers[e.kwargs["over"]]:
         if copy is not e:
@@ -211,17 +212,15 @@ def _waits_before_writing(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[
 
 
 def _copies(graph: Graph) -> tuple[list[Eqn], list[Eqn]]:
-    """The copies to the host, and those to the device, in order."""
-    to_host: list[Eqn] = []
-    to_device: list[Eqn] = []
-    for e in filter(is_copy, graph.eqns):
-        copies = to_host if e.out.memory == "host" else to_device
-        copies.append(e)
+    """The copies to the host, and the copies to the device, in order."""
+    copies = [e for e in graph.eqns if is_copy(e)]
+    to_host = [e for e in copies if e.out.memory == "host"]
+    to_device = [e for e in copies if e.out.memory != "host"]
     return to_host, to_device
 
 
 def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
-    """For each place between two updates, the places before and after all updates around it; others are themselves."""
+    """For each place, the places before and after the row of updates around it; itself if it is not between updates."""
     count = len(graph.eqns)
     is_update = [may_change_places(e) for e in graph.eqns]
     before = list(range(count + 1))
@@ -242,14 +241,15 @@ def _live_on_device(graph: Graph) -> list[int]:
 
 
 class _Placing:
-    """The places of the copies of a program in which each is copied when it is needed.
+    """Moves the starts and waits of copies apart, in a program that copies each value when it is needed.
 
     Attributes:
-        position: where each equation will stand.
-        time: for each equation and the end, when it begins if compute waits for no copy.
-        live: for each equation, the bytes that are live on the device; `limit` is the most that may be.
-        carriable, carried: the copies to the host that may go on after the step, and those that do, each with its leaf.
-        arrives: for each of these leaves, the place of the next step at which it has arrived.
+        position: the new position of each equation.
+        time: when each equation and the end begin, if compute waits for no copy.
+        live: the bytes that are live on the device at each equation; `limit` is the most that may be.
+        carriable: the copies to the host that may be carried, each with its leaf.
+        carried: the copies to the host that are carried, each with its leaf.
+        arrives: for the leaf of each carried copy, the place of the next step at which the copy has ended.
     """
 
     def __init__(self, graph: Graph, cluster: Cluster, limit: int) -> None:
@@ -276,7 +276,7 @@ class _Placing:
         to_host, to_device = _copies(self.graph)
         self._place_waits(to_host)
         self._place_starts(to_device)
-        # Not `reordered`: the wait for a copy that goes on after the step stands before its start.
+        # Not `reordered`: the wait for a carried copy stands before its start.
         in_order = sorted(self.graph.eqns, key=self.position.__getitem__)
         return carry_copies(self.graph.replace(eqns=tuple(in_order)), self.carried)
 
@@ -286,31 +286,31 @@ class _Placing:
 
     def _place_waits(self, copies: list[Eqn]) -> None:
         """Wait for copies to the host where they have ended."""
-        end = self._left_over(copies)  # of the copies so far
+        end = self._seconds_after_step(copies)  # of the copies so far
         for e in copies:
             (wait,) = self.readers[e.out]
             first = self.index[wait]
             end = max(end, self.time[first]) + self._seconds(e)
-            if e in self.carriable and end > self.time[-1] and self._carries(e, end):
+            if e in self.carriable and end > self.time[-1] and self._carry_if_room(e, end):
                 continue
             readers = (self.index[reader] for reader in self.readers.get(wait.out, ()))
             latest = min(readers, default=len(self.live))
             place = min(bisect_left(self.time, end), latest)
             place = min(self.after_updates[place], latest)
 
-            # Other equations may need what is copied for longer anyway.
+            # The bytes are live anyway while other equations need the value.
             value = e.ins[0]
             begin = max(first, self._needed_until(value))
-            place = self._take_until(begin, place, self.bytes_on_device(value))
+            place = self._reserve_until(begin, place, self.bytes_on_device(value))
             index = max(self.before_updates[place], first)
             self.position[wait] = _Position(index, _EARLIER_WAITS)
 
     def _needed_until(self, v: Var) -> int:
-        """The place until which the storage of a value is needed anyway."""
+        """The place until which the program needs the storage of a value."""
         return min(self.lifetimes.last[self.lifetimes.root[v]] + 1, len(self.live))
 
-    def _left_over(self, copies: list[Eqn]) -> float:
-        """The seconds of the next step in which copies of this one may go on."""
+    def _seconds_after_step(self, copies: list[Eqn]) -> float:
+        """The seconds by which the copies to the host outlast the step, if they may be carried."""
         if not self.carriable:
             return 0.0
         end = 0.0
@@ -319,8 +319,8 @@ class _Placing:
             end = max(end, self.time[self.index[wait]]) + self._seconds(e)
         return max(end - self.time[-1], 0.0)
 
-    def _carries(self, e: Eqn, end: float) -> bool:
-        """Let a copy that ends at the time `end` go on after the step, if there is room until the step ends."""
+    def _carry_if_room(self, e: Eqn, end: float) -> bool:
+        """Carry a copy that ends at time `end` if there is room until the step ends. Return whether it is carried."""
         (wait,) = self.readers[e.out]
         leaf = self.carriable[e]
         size = self.bytes_on_device(e.ins[0])
@@ -330,7 +330,7 @@ class _Placing:
         self.live[first:] += size
         latest = min(self.index[reader] for reader in self.readers[leaf])
         place = min(bisect_left(self.time, end - self.time[-1]), latest)
-        place = self._take_until(0, place, size)
+        place = self._reserve_until(0, place, size)
         self.position[wait] = _Position(place, _EARLIER_WAITS)
         self.carried[e] = leaf
         self.arrives[leaf] = place
@@ -338,17 +338,17 @@ class _Placing:
 
     def _place_starts(self, copies: list[Eqn]) -> None:
         """Start copies to the device so that they have ended where they are needed."""
-        begin = float("inf")  # of the copies so far, the last of which is needed first
+        begin = float("inf")  # of the copies so far, from the last one back
         places: dict[Eqn, int] = {}
         for e in reversed(copies):
             index = self.index[e]
             begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.kernel_gap
             place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
             place = max(self.before_updates[place], self._exists(e.ins[0]))
-            place = self._take_from(place, index, self.bytes_on_device(e.out))
+            place = self._reserve_from(place, index, self.bytes_on_device(e.out))
             places[e] = min(self.after_updates[place], index)
         latest = 0
-        for e in copies:  # a queue: none starts before another one that is needed earlier
+        for e in copies:  # a queue: no copy starts before one that is needed earlier
             latest = max(latest, places[e])
             self.position[e] = _Position(latest, _STARTS_BEFORE)
 
@@ -358,15 +358,15 @@ class _Placing:
             return self.position[self.makers[host_value]].anchor
         return self.arrives.get(host_value, 0)
 
-    def _take_until(self, first: int, end: int, size: int) -> int:
-        """Take `size` bytes from equation `first` to place `end`, or while there is room. Return where that ends."""
+    def _reserve_until(self, first: int, end: int, size: int) -> int:
+        """Reserve `size` bytes from equation `first` to place `end`, or while there is room. Return where they end."""
         full = np.flatnonzero(self.live[first:end] + size > self.limit)
         end = first + int(full[0]) if len(full) else max(first, end)
         self.live[first:end] += size
         return end
 
-    def _take_from(self, begin: int, index: int, size: int) -> int:
-        """Take `size` bytes up to equation `index`, from `begin` or once there is room. Return where that begins."""
+    def _reserve_from(self, begin: int, index: int, size: int) -> int:
+        """Reserve `size` bytes up to equation `index`, from `begin` or once there is room. Return where they begin."""
         begin = min(begin, index)
         full = np.flatnonzero(self.live[begin:index] + size > self.limit)
         begin += int(full[-1]) + 1 if len(full) else 0

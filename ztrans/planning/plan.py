@@ -1,6 +1,6 @@
-"""The decisions that give a program its order, as a value that can be printed, saved and compared.
+"""The decisions that order a program, as a value that can be printed, saved and compared.
 
-A plan names the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
+A plan has the buckets of gathers and where each starts, the buckets of reductions and where each is waited for, the
 gathers that are dropped because an earlier value is kept, the values that backward recomputes or finds on the host, and
 when updates run. It names places by landmarks: "matmul 14 + 2" is two operations after the 14th matrix product. So a
 person can read it, and it fits every batch size. It depends on shapes and costs only, so every rank makes the same
@@ -34,7 +34,7 @@ _WITH_NEXT = ", with the next"  # after the place of a reduction
 _MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
 MemberNames = tuple[str, ...]
-NamedBuckets = tuple[tuple[MemberNames, str], ...]  # the names of members, and of a place
+NamedBuckets = tuple[tuple[MemberNames, str], ...]  # the names of the members, and of the place
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,18 +42,18 @@ class Plan:
     """The buckets of a program and their places, by name.
 
     Attributes:
-        program: a hash of the collectives and landmarks of the program that the plan is for.
-        gathers: the members of each bucket, and the place at which they start. A gather among neighbours, of which each
-            keeps a part of an earlier value, has its axis in its name: `w@dp/8` is sent among each 8 ranks of dp.
+        program: a hash of the collectives and landmarks of the plan's program.
+        gathers: the members of each bucket, and the place at which they start. A gather among neighbours, which each
+            keep a part of an earlier value, has its axis in its name: `w@dp/8` is sent among each 8 ranks of dp.
         reductions: the members of each bucket, and the place at which they are waited for. "gradient 3, with the next"
-            means that the updates after it run together with those of the next bucket that is waited for there.
+            means that the updates after it run together with the updates of the next bucket that is waited for there.
         dropped: gathers that do not run, because the value of an earlier gather is kept.
         recomputed: values of forward that backward computes again, because `remat` has a limit of memory.
         on_host: values of forward that wait for backward on the host, because `offload` has a limit of memory.
         update: when updates run, "eager" or "last", or "as written" if the program keeps its order.
-        notes: what a reader should know about the plan, such as a wish that it does not fulfil, and why.
+        notes: what a reader should know about the plan, such as a request that it does not follow, and why.
         file: the file that the plan was read from.
-        traffic: what the program sends by axis and role, once the plan has been applied to a program.
+        traffic: what the program sends by axis and role; empty until the plan has been applied to a program.
 
     Raises:
         ValueError: a field has a wrong type.
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it places no collective, and drops none."""
+        """Whether the plan neither places nor drops a collective."""
         return not (self.gathers or self.reductions or self.dropped)
 
     @property
@@ -137,29 +137,29 @@ class Plan:
         Raises:
             ValueError: the JSON does not hold a plan.
         """
-        every = [field.name for field in dataclasses.fields(Plan)]
-        fields = [name for name in every if name not in ("file", "traffic")]
+        names = [field.name for field in dataclasses.fields(Plan)]
+        fields = [name for name in names if name not in ("file", "traffic")]
         if not isinstance(decoded, dict):
             raise ValueError(
-                f"plan: it is a {type(decoded).__name__}, and no object with {', '.join(fields)}."
+                f"plan: it is a {type(decoded).__name__}, not an object with {', '.join(fields)}."
             )
         for name in fields:
             if name not in decoded:
                 raise ValueError(f"plan: it has no {name!r}.")
         for name in decoded:
             if name not in fields:
-                raise ValueError(f"plan: it has {name!r}, which is no field of a plan.")
+                raise ValueError(f"plan: it has {name!r}, which is not a field of a plan.")
         return Plan(**{name: _frozen(value) for name, value in decoded.items()})
 
     @property
     def neighbours(self) -> Neighbours:
-        """The neighbours that keep parts of values: the gathers of these parts have their axis in their names."""
-        found: dict[tuple[str, int], None] = {}
+        """The neighbours that keep parts of values, from the names of the gathers of these parts."""
+        axes: dict[tuple[str, int], None] = {}
         for name in _member_names(self.gathers):
             match = _AMONG_NEIGHBOURS.fullmatch(name)
             if match:
-                found[match[1], int(match[2])] = None
-        return tuple(found)
+                axes[match[1], int(match[2])] = None
+        return tuple(axes)
 
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
@@ -235,7 +235,7 @@ def _bucket_lines(kind: str, verb: str, buckets: NamedBuckets, full: bool) -> li
 
 
 def _member_lines(prefix: str, members: MemberNames, suffix: str, full: bool) -> list[str]:
-    """The names of members between two texts, on one line, in which long lists fold, or with `full` on a line each."""
+    """The names of members between two texts. A long list folds, or with `full` has a line for each name."""
     line = f"{prefix}{', '.join(members)}{suffix}"
     if len(line) <= WIDTH:
         return [line]
@@ -246,6 +246,7 @@ def _member_lines(prefix: str, members: MemberNames, suffix: str, full: bool) ->
 
 
 def _frozen(value: Any) -> Any:
+    """A decoded value with tuples in place of lists, at every depth."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -257,7 +258,7 @@ def _wrong_field(plan: Plan) -> str:
             return wrong
     for name in ("dropped", "recomputed", "on_host", "notes"):
         value = getattr(plan, name)
-        if not _strings(value):
+        if not _are_strings(value):
             return f"{name} is {value!r}; it is a list of strings"
     if not isinstance(plan.program, str):
         return f"program is {plan.program!r}; it is the hash of a program"
@@ -275,12 +276,12 @@ def _wrong_buckets(field: str, buckets: object) -> str:
         return f"{field} is {buckets!r}; it is a list of pairs, {pair}"
     for bucket in buckets:
         if not _is_bucket(bucket):
-            return f"{field} holds {bucket!r}, which is no pair {pair}"
+            return f"{field} holds {bucket!r}, which is not a pair {pair}"
     return ""
 
 
-def _strings(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+def _are_strings(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
 def _is_bucket(value: object) -> bool:
@@ -288,7 +289,7 @@ def _is_bucket(value: object) -> bool:
     if not isinstance(value, tuple) or len(value) != 2:
         return False
     members, place = value
-    return _strings(members) and bool(members) and isinstance(place, str)
+    return _are_strings(members) and bool(members) and isinstance(place, str)
 
 
 # Between names and numbers.
@@ -297,7 +298,7 @@ def _is_bucket(value: object) -> bool:
 def buckets_by_name(
     s: Skeleton, problem: Problem, schedule: Schedule
 ) -> tuple[NamedBuckets, NamedBuckets, MemberNames]:
-    """A schedule by name: its gathers and where each starts, its reductions and their waits, the dropped gathers."""
+    """A schedule by name: gathers and their starts, reductions and their waits, and dropped gathers."""
     places = s.place_names
     gathers = []
     for bucket in schedule.gathers:
@@ -309,17 +310,17 @@ def buckets_by_name(
         suffix = _WITH_NEXT if bucket.with_next else ""
         reductions.append((names, f"{places[bucket.wait]}{suffix}"))
 
-    # In the order of the gathers that they drop. A gather that is sent in place of another is in a bucket.
-    pulled = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
-    dropped = tuple(lever.name for lever in pulled if lever.sends is None)
+    # In the order of the dropped gathers. A lever that sends a gather in place of another has it in a bucket instead.
+    levers = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
+    dropped = tuple(lever.name for lever in levers if lever.sends is None)
     return tuple(gathers), tuple(reductions), dropped
 
 
 def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
-    """The schedule of a program that has the names of a plan.
+    """The schedule of a plan, for a program that has its names.
 
-    A program for another batch size may have other operations between two landmarks. There a bucket moves to the next
-    place between the same landmarks where it may start, or be waited for.
+    With another batch size, a program may have other operations between two landmarks. There a bucket moves to the
+    nearest place between the same landmarks where it may start, or be waited for.
 
     Raises:
         ScheduleError: a name or a place is wrong.
@@ -351,33 +352,36 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
 
 
 def _levers(problem: Problem, plan: Plan) -> Levers:
-    """The levers that drop the gathers which a plan drops, or for which it sends another one."""
-    dropping: dict[str, int] = {}
-    replacing: dict[str, int] = {}
+    """The levers that a plan pulls: for each gather that it drops, and each gather of parts that it sends."""
+    drop_levers: dict[str, int] = {}
+    part_levers: dict[str, int] = {}
     for i, lever in enumerate(problem.levers):
-        by_name = dropping if lever.sends is None else replacing
-        by_name[lever.name] = i
+        if lever.sends is None:
+            drop_levers[lever.name] = i
+        else:
+            part_levers[lever.name] = i
+    levers = set()
     for name in plan.dropped:
-        if name not in dropping:
+        if name not in drop_levers:
             raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-    pulled = {dropping[name] for name in plan.dropped}
+        levers.add(drop_levers[name])
     for name in _member_names(plan.gathers):
-        if name in replacing:
-            pulled.add(replacing[name])
-    return frozenset(pulled)
+        if name in part_levers:
+            levers.add(part_levers[name])
+    return frozenset(levers)
 
 
 def _numbers(
     kind: str, collectives: Sequence[Collective], buckets: NamedBuckets, dropped: MemberNames = ()
 ) -> dict[str, int]:
-    """The number of each collective of a kind by its name. None may be in two buckets, or in one and dropped."""
+    """The number of each collective of a kind by its name. A name may be in the buckets or dropped only once."""
     numbers = {collective.name: i for i, collective in enumerate(collectives)}
     placed_names: set[str] = set()
     for name in (*_member_names(buckets), *dropped):
         if name not in numbers:
             raise ScheduleError(f"the program has no {kind} {name!r}")
         if name in placed_names:
-            raise ScheduleError(f"the {kind} {name!r} is there twice")
+            raise ScheduleError(f"it names the {kind} {name!r} twice")
         placed_names.add(name)
     return numbers
 
@@ -391,7 +395,7 @@ def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> N
 
 
 def _place(s: Skeleton, name: str, members: MemberNames, earliest: int, latest: int) -> int:
-    """The number of a place; within its landmarks it may move so that it is neither too early nor too late."""
+    """The number of a place, moved between `earliest` and `latest` if its landmarks allow it."""
     place_range = s.place_range(name)
     if place_range is None:
         raise ScheduleError(f"the program has no place {name!r}, where [{', '.join(members)}] is")

@@ -1,11 +1,11 @@
-"""The bytes that are live besides the planned collectives of a scheduling problem.
+"""Count the bytes that are live in every schedule of a problem, and the buffers of its reductions.
 
 They are an upper bound, counted before the program of a schedule is written. A value that an operation at a fixed place
-computes is live up to the last operation at a fixed place that needs it, in every order. How long reduced values live,
-and what eager updates allocate, depends on where reductions are waited for. These bytes are counted from the wait on,
-until the last place or wait at which they may be needed.
+computes is live, in every order, up to the last operation at a fixed place that needs it. How long reduced values live,
+and what eager updates allocate, depends on where reductions are waited for: these bytes count from the wait to the last
+place or wait at which they may be needed.
 
-Slots count as in `buffers`: 2k is place k, 2k + 1 is operation k.
+Slots are those of `buffers`: 2k is place k, 2k + 1 is operation k.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .solver.problem import Problem, Reduction
 
 
 def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> Problem:
-    """Add to a problem what is live in every schedule, and the buffers of its reductions."""
+    """The problem with the bytes that are live in every schedule, and the buffers of its reductions."""
     uses = _StorageUses(s, groups)
-    of_reductions = _ReductionBuffers(uses)
+    reduction_buffers = _ReductionBuffers(uses)
     buffers: list[Buffer] = []
     inputs = set(s.graph.inputs)
     for storage in storages(s.graph, uses.donated):
@@ -39,24 +39,24 @@ def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> 
         # Gradients that share a storage are freed together, after the last of their reductions.
         if storage.value in uses.reduction_of:
             latest = uses.reduction_of[storage.value]
-            of_reductions.add_waiting(latest, _shared_bytes(problem, latest, storage))
+            reduction_buffers.add_until_wait(latest, _shared_bytes(problem, latest, storage))
 
     slots = live_by_slot(buffers, 2 * len(s.ops) + 1)
     return dataclasses.replace(
         problem,
         live=tuple(slots[1::2].tolist()),
         live_at_places=tuple(slots[::2].tolist()),
-        reductions=of_reductions.added_to(problem.reductions),
+        reductions=reduction_buffers.added_to(problem.reductions),
     )
 
 
 class _StorageUses:
-    """The storages of a program, each by the first value that has it, and the parts of the program that need them.
+    """The parts of a program that need each storage; storages are named by the first value that has them.
 
     Attributes:
         needed_by: for each storage that eager updates read or write, their groups.
-        group_of: for each storage that an eager update allocates after a reduction, its group.
-        of_state: the storages of values that eager updates need and that depend on the state only.
+        group_of: for each storage that an eager update allocates after a reduction, the group of that update.
+        state_only: the storages that eager updates allocate for values that depend on the state only.
         gather_of: for each result of a planned gather, the gather.
         reduction_of: for each storage of gradients, the last reduction of one of them.
         reduced: the results of planned reductions.
@@ -73,7 +73,7 @@ class _StorageUses:
         self.outputs = {self.donated.owner[v] for v in variables(s.graph.outputs)}
         self.needed_by: dict[Var, set[int]] = {}
         self.group_of: dict[Var, int] = {}
-        self.of_state: set[Var] = set()
+        self.state_only: set[Var] = set()
         self.gather_of: dict[Var, int] = {}
         self.reduction_of: dict[Var, int] = {}
         self.reduced: set[Var] = set()
@@ -84,7 +84,7 @@ class _StorageUses:
 
     def _add_updates_and_operations(self) -> None:
         floating: set[Eqn] = set()
-        of_state = set(movable_eqns(self.s).of_state.values())
+        state_only_eqns = set(movable_eqns(self.s).state_only.values())
         for u, group in enumerate(self.groups):
             floating.update(group.eqns)
             for e in group.eqns:
@@ -92,8 +92,8 @@ class _StorageUses:
                     self.needed_by.setdefault(storage, set()).add(u)
                 if group.after:
                     self.group_of.update((storage, u) for storage in self.allocated(e))
-                if e in of_state:
-                    self.of_state.update(self.allocated(e))
+                if e in state_only_eqns:
+                    self.state_only.update(self.allocated(e))
         for k, e in enumerate(self.s.ops):
             if e not in floating:
                 self.fixed_until.update((storage, k + 1) for storage in self.touched(e))
@@ -117,13 +117,13 @@ class _StorageUses:
         return [v for v in e.results if self.donated.owner[v] is v]
 
     def is_temporary(self, storage: Var) -> bool:
-        """Whether only the group that allocates a storage needs it: then it is live only while that group runs."""
+        """Whether only the group that allocates a storage needs it, so that it is live only while that group runs."""
         if storage in self.outputs or storage in self.fixed_until or storage in self.sent_until:
             return False
         return len(self.needed_by[storage]) == 1
 
     def last_slot(self, storage: Var) -> int:
-        """The last slot at which a place, a gather or a release needs a storage."""
+        """The last slot at which an operation at a fixed place, a gather or a released update needs a storage."""
         if storage in self.outputs:
             return 2 * len(self.s.ops) + 1
         last = max(2 * self.sent_until.get(storage, -1), 2 * self.fixed_until.get(storage, 0) - 1)
@@ -136,7 +136,7 @@ class _StorageUses:
 
 
 def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> Iterator[Buffer]:
-    """The slots during which a storage that the program allocates is live in every order."""
+    """The buffers of a storage that the program allocates, for the slots at which it is live in every order."""
     s = uses.s
     v = storage.value
     count = len(s.ops)
@@ -149,12 +149,12 @@ def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> It
 
     first = s.ops_before[storage.first]
     end = s.ops_before[storage.last + 1]
-    if v in uses.of_state:
+    if v in uses.state_only:
         # It is computed at its place, or before that by the first group that needs it.
         early = first if v in uses.group_of else min(first, s.born[0] + 1)
         yield from between(early, count)
     elif v in uses.gather_of:
-        # Up to its last planned use the value counts with its gather. Views and results in place may live longer.
+        # Up to its last planned use, the value counts with its gather. Views and results in place may live longer.
         i = uses.gather_of[v]
         freed = max(problem.gathers[i].last + 1, first)
         begin = freed
@@ -163,22 +163,22 @@ def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> It
             begin = freed - 1
         yield from between(begin, end)
     elif v in uses.reduction_of:
-        # From its birth to its wait a gradient counts with its reduction.
+        # From its birth to its wait, a gradient counts with its reduction.
         latest = uses.reduction_of[v]
         born = s.born[latest]
-        # Other gradients in the storage count with that reduction only from the place after this birth on.
+        # Other gradients in the storage count with that reduction, but only from the place after this birth on.
         counted = born + 1 if _shared_bytes(problem, latest, storage) else born
         yield from between(first, counted, through_place=True)
         yield from between(born + 1, uses.fixed_until.get(v, 0))
     elif v not in uses.group_of and v not in uses.reduced:
-        # The others count with the reduction after which they are allocated.
+        # Storages of updates and reduced values count with the reduction after which they are allocated.
         last_send = uses.sent_until.get(v, -1)
         last = count if v in uses.needed_by else max(end, last_send)
         yield from between(first, last, through_place=last_send >= end)
 
 
 def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
-    """The bytes of other gradients in the storage of a gradient, which its reduction does not count."""
+    """The bytes of the other gradients in the storage of a gradient, which its reduction does not count."""
     return max(storage.bytes - problem.reductions[latest].bytes, 0)
 
 
@@ -186,7 +186,7 @@ def _shared_bytes(problem: Problem, latest: int, storage: Storage) -> int:
 
 
 class _ReductionBuffers:
-    """What reductions send and receive, their results, and what the updates after them allocate, by reduction."""
+    """The buffers of each reduction: sent and received bytes, the result, and allocations of the updates after it."""
 
     def __init__(self, uses: _StorageUses) -> None:
         self.uses = uses
@@ -194,7 +194,7 @@ class _ReductionBuffers:
         self.collectives = uses.s.reductions
         self.buffers: list[list[Buffer]] = [[] for _ in self.collectives]
         self.temporaries: list[list[tuple[int, int]]] = [[] for _ in self.collectives]
-        self.second = [0 for _ in self.collectives]
+        self.second_bytes = [0 for _ in self.collectives]
 
     def added_to(self, reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
         """The reductions with all these bytes."""
@@ -215,12 +215,12 @@ class _ReductionBuffers:
                 reduction._replace(
                     buffers=tuple(self.buffers[i]),
                     temporaries=tuple(self.temporaries[i]),
-                    second_bytes=self.second[i],
+                    second_bytes=self.second_bytes[i],
                 )
             )
         return tuple(with_bytes)
 
-    def add_waiting(self, i: int, size: int) -> None:
+    def add_until_wait(self, i: int, size: int) -> None:
         """Add bytes that are live from the first place where reduction `i` can be waited for until its wait."""
         if size:
             self.buffers[i].append(Buffer(size, 2 * self.born[i] + 2, AT_WAIT))
@@ -231,7 +231,7 @@ class _ReductionBuffers:
         collective = self.collectives[i]
         storage = self.uses.donated.owner[collective.value]
         sent_bytes = rules(collective.start).sent_bytes(collective.start, axes)
-        received, result, in_buffer = self._received(collective.start, collective.wait)
+        received, result, in_buffer = self._received_bytes(collective.start, collective.wait)
         if sent_bytes:
             self.buffers[i].append(Buffer(sent_bytes, AT_START, AT_WAIT))
         if collective.second is None and in_buffer:
@@ -243,13 +243,14 @@ class _ReductionBuffers:
         self.buffers[i].append(Buffer(received, AT_START, AT_WAIT))
         if collective.second is not None:
             start, wait = collective.second
-            received_again, final, _ = self._received(start, wait)
-            self.second[i] += result + rules(start).sent_bytes(start, axes) + received_again
-            result = final
+            second_received, second_result, _ = self._received_bytes(start, wait)
+            second_sent = rules(start).sent_bytes(start, axes)
+            self.second_bytes[i] += result + second_sent + second_received
+            result = second_result
         self._add_result(i, storage, result)
 
-    def _received(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
-        """The bytes that a reduction receives, those of its result, and whether the result is where it was received."""
+    def _received_bytes(self, start: Eqn, wait: Eqn) -> tuple[int, int, bool]:
+        """The bytes that a reduction receives, the bytes of its result, and whether that is in the receive buffer."""
         received = rules(start).received_bytes(start, 0, self.uses.s.graph.axes)
         in_buffer = self.uses.s.lifetimes.root[wait.out] is not wait.out
         result = received if in_buffer else self.uses.size(wait.out)
@@ -258,38 +259,40 @@ class _ReductionBuffers:
     def _add_result(self, i: int, storage: Var, size: int, first: int = AT_WAIT) -> None:
         """Add a storage that exists after the wait for reduction `i`.
 
-        An update that needs it may need later reductions too. Then the storage counts as a result up to the first place
-        where such a reduction can be waited for, and from there on with that reduction.
+        An update that needs it may need later reductions too. Then the storage counts with reduction `i` up to the
+        first place where such a reduction can be waited for, and from there on with that reduction.
         """
         groups = [self.uses.groups[u] for u in self.uses.needed_by.get(storage, ())]
         later_reductions = {max(group.after, default=i) for group in groups} - {i}
         last = self.uses.last_slot(storage)
         for later in later_reductions:
             last = max(last, 2 * self.born[later] + 1)
-            self.add_waiting(later, size)
+            self.add_until_wait(later, size)
             if self.collectives[later].second:
-                self.second[later] += size
+                self.second_bytes[later] += size
         self.buffers[i].append(Buffer(size, first, last))
 
     def _add_temporaries(self, group: EagerGroup) -> None:
-        """Add the most bytes of temporaries that the equations of a group have live at once."""
+        """Add the peak bytes of the temporaries of a group."""
         uses = self.uses
         latest = max(group.after)
-        last: dict[Var, int] = {}  # for each storage, the last equation of the group that needs it
+        last_use: dict[
+            Var, int
+        ] = {}  # for each storage, the last equation of the group that needs it
         for i, e in enumerate(group.eqns):
-            last.update(dict.fromkeys(uses.touched(e), i))
+            last_use.update(dict.fromkeys(uses.touched(e), i))
 
-        total = 0
-        most = 0
+        live = 0
+        peak = 0
         for i, e in enumerate(group.eqns):
             for v in uses.allocated(e):
                 if uses.is_temporary(v):
-                    total += uses.size(v)
-            most = max(most, total)
+                    live += uses.size(v)
+            peak = max(peak, live)
             for v in uses.touched(e):
-                if v in uses.group_of and last[v] == i and uses.is_temporary(v):
-                    total -= uses.size(v)
+                if v in uses.group_of and last_use[v] == i and uses.is_temporary(v):
+                    live -= uses.size(v)
 
-        self.temporaries[latest].append((group.release, most))
+        self.temporaries[latest].append((group.release, peak))
         if self.collectives[latest].second:
-            self.second[latest] += most
+            self.second_bytes[latest] += peak

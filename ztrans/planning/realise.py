@@ -1,9 +1,8 @@
-"""Write a program in the order of a plan or of a schedule.
+"""Write a program in the order of a plan or a schedule.
 
-The planned collectives return to the program as buckets. With eager updates, the update of a parameter may follow the
-reduction of its gradient at once. The order depends on the program and the plan only, so it is the same on every rank.
-A plan that was loaded from a file, received from another rank or passed as an argument is validated, and the program in
-its order is verified.
+The planned collectives return to the program as buckets. With eager updates, a parameter may be updated right after the
+reduction of its gradient. The order depends on the program and the plan only, so it is the same on every rank. A plan
+from a file, another rank or an argument is validated, and the program in its order is verified.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
 
 
 def follow_plan(graph: Graph, plan: Plan) -> Graph:
-    """As `apply_plan`, without the limit of memory: all ranks must use this order, also one with a larger batch."""
+    """As `apply_plan`, without the limit: all ranks must use this order, even a rank with a larger batch."""
     s = skeleton(graph, plan.neighbours)
     if plan.program != s.fingerprint:
         raise OtherProgramError(
@@ -98,7 +97,7 @@ def without_hints(graph: Graph) -> Graph:
     """The program in its own order, without hints."""
     eqns = []
     for e in graph.eqns:
-        # The same object where nothing changes: analyses of the program know equations by identity.
+        # The same object if nothing changes, because analyses of the program know equations by identity.
         eqns.append(e if e.hint is None else e.replace(hint=None))
     return graph.replace(eqns=tuple(eqns))
 
@@ -115,17 +114,17 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     Returns:
         The program in that order. It is not verified.
     """
-    at_places = tape(problem, schedule)
+    events_at = tape(problem, schedule)
     groups = eager_groups(s) if problem.updates else ()
-    parts = grouped((s.use[each.first], each) for each in sent_of_parts(s, schedule))
+    parts_at = grouped((s.use[gather.first], gather) for gather in sent_part_gathers(s, schedule))
     # A dict, so that an operation of an update that has run early is not written again at its own place.
     eqns: dict[Eqn, None] = {}
     for k in range(len(s.ops) + 1):
-        for event in at_places.get(k, ()):
+        for event in events_at.get(k, ()):
             eqns.update(dict.fromkeys(_eqns_of(event, s, groups)))
         # Parts are copied from a value that was waited for here.
-        for each in parts.get(k, ()):
-            eqns.update(dict.fromkeys(each.part))
+        for part_gather in parts_at.get(k, ()):
+            eqns.update(dict.fromkeys(part_gather.part))
         eqns.update(dict.fromkeys(s.ops[k : k + 1]))
 
     program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(eqns)))
@@ -135,33 +134,34 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
 def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eqn]:
     """The equations of a program for an event of its schedule."""
     if event.kind is Kind.UPDATE:
-        # One update after the other, so that few of their temporaries live.
+        # One update after the other, so that few of their temporaries are live.
         return list(chain.from_iterable(groups[u].eqns for u in event.updates))
 
     is_gather = event.kind in (Kind.START_GATHER, Kind.WAIT_GATHER)
     collectives = s.all_gathers if is_gather else s.reductions
     members = [collectives[i] for i in event.members]
     if event.kind in (Kind.START_SECOND, Kind.WAIT_SECOND):
-        pairs = [each.second for each in members if each.second is not None]
+        pairs = [member.second for member in members if member.second is not None]
     else:
-        pairs = [(each.start, each.wait) for each in members]
+        pairs = [(member.start, member.wait) for member in members]
     if event.kind in (Kind.WAIT_GATHER, Kind.WAIT_REDUCTION, Kind.WAIT_SECOND):
         return [wait for _, wait in pairs]
     return [coalesce([start for start, _ in pairs])]
 
 
-def sent_of_parts(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
-    """The gathers of parts that a schedule sends, which are numbered after all others."""
-    members = sorted(chain.from_iterable(bucket.members for bucket in schedule.gathers))
-    return [s.of_parts[i - len(s.gathers)] for i in members if i >= len(s.gathers)]
+def sent_part_gathers(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
+    """The gathers of parts that a schedule sends."""
+    members = sorted(i for bucket in schedule.gathers for i in bucket.members)
+    # They are numbered after all other gathers.
+    return [s.part_gathers[i - len(s.gathers)] for i in members if i >= len(s.gathers)]
 
 
 def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
-    """For the value of each dropped gather, the value that is kept for it. `rename` follows them to the first."""
-    kept_for = {}
-    replaced = {each.replaces for each in sent_of_parts(s, schedule)}
+    """For the value of each dropped gather, the earlier value that is kept. `rename` follows chains to the first."""
+    kept_values = {}
+    replaced = {part_gather.replaces for part_gather in sent_part_gathers(s, schedule)}
     for i in problem.dropped(schedule.levers) - replaced:
         earlier = problem.gathers[i].repeats
         if earlier is not None:
-            kept_for[s.gathers[i].value] = s.gathers[earlier].value
-    return kept_for
+            kept_values[s.gathers[i].value] = s.gathers[earlier].value
+    return kept_values

@@ -1,15 +1,15 @@
-"""How many seconds of the compute queue an operation takes.
+"""The seconds of the compute queue that an operation takes.
 
-A kernel takes as long as its arithmetic, or as its bytes, whichever is longer. Three things make it slower than the
-data sheet. Products of thin matrices are slower for each operation, because their edges do not fill the tiles of a
-matmul: a product takes as long as one whose three sizes are greater by `Device.edge`. Kernels that compute while they
-stream reach less of the memory's bandwidth than copies (`Device.streaming`). And a kernel never takes less than its
-host needs to launch the next one (`Device.launch_overhead`).
+A kernel takes as long as its arithmetic or its bytes, whichever is longer. Three things make it slower than the data
+sheet. Products of thin matrices are slower for each operation, because their edges do not fill the tiles of a matmul: a
+product takes as long as one with all three sizes larger by `Device.edge`. Kernels that compute while they stream reach
+less of the memory's bandwidth than copies (`Device.streaming`). And a kernel never takes less time than its host needs
+to launch the next one (`Device.launch_overhead`).
 
 Fused attention in half precision has a rate for forward and one for backward, for heads of 128 and long sequences. It
-takes as long as if each query attended to some more keys, and other heads reach a share of the rate. The model is
-within 13% of each measurement of FlashAttention-2 on an H100 in figures 5 and 6 of the FlashAttention-3 paper (512 to
-16,384 tokens, heads of 64, 128 and 256).
+takes as long as if each query attended to a few more keys, and heads of other widths reach a share of the rate. The
+model is within 13% of each measurement of FlashAttention-2 on an H100 in figures 5 and 6 of the FlashAttention-3 paper
+(512 to 16,384 tokens, heads of 64, 128 and 256).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .devices import Device
 from .flops import Attention, attention_of, flops
 
 aten = torch.ops.aten
-# The number of the first of the two matrices among the arguments of a product.
+# The index of the first of the two matrices among the arguments of a product.
 _FIRST_MATRIX = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
-# Attention takes as long as if each query attended to so many more keys: the kernel first fills its pipeline. At the
+# Attention takes as long as if each query attended to this many more keys: the kernel first fills its pipeline. At the
 # diagonal of a causal mask it computes whole tiles, half of each in vain, and its blocks end at different times.
 _KEYS_TO_START_FORWARD = 75
 _KEYS_TO_START_BACKWARD = 240
 _KEYS_AT_THE_DIAGONAL = 90
-# The share of the rate that heads of each width reach. Heads of 256 spill registers.
-_WIDTHS = (0, 64, 128, 256)
-_SHARES = (0.0, 0.9, 1.0, 0.88)
+# The share of the rate that heads of these widths reach. Heads of 256 spill registers.
+_HEAD_WIDTHS = (0, 64, 128, 256)
+_WIDTH_SHARES = (0.0, 0.9, 1.0, 0.88)
 # Memory-efficient attention is half as fast as FlashAttention-2, as its paper says of xformers' kernel.
 _EFFICIENT = 0.5
 
 
 def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
-    """The seconds that kernels take of the compute queue if their work takes `seconds`.
+    """The seconds of the compute queue for kernels whose work takes `seconds`.
 
-    A CPU first calls a kernel and then runs it. A GPU runs one while its host launches the next ones.
+    A CPU calls a kernel, then runs it. A GPU runs one kernel while its host launches the next ones.
 
     >>> from .devices import CPU, H100
     >>> queue_seconds(CPU, 1, 1e-3) > 1e-3, queue_seconds(H100, 1, 1e-9) == H100.launch_overhead
@@ -56,18 +56,18 @@ def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
 
 
 def roofline_seconds(e: Eqn, graph: Graph, device: Device) -> float:
-    """The seconds that the kernels of an equation run: as long as their arithmetic takes, or their bytes."""
+    """The seconds that the kernels of an equation run: the longer of their arithmetic and their bytes."""
     moved = memory_traffic(e, graph)
     return max(arithmetic_seconds(e, graph, device), memory_seconds(moved, device))
 
 
 def memory_seconds(moved: float, device: Device) -> float:
-    """The seconds in which a kernel that is no copy reads and writes so many bytes."""
+    """The seconds in which a kernel other than a copy reads and writes `moved` bytes."""
     return moved / (device.bandwidth * device.streaming)
 
 
 def arithmetic_seconds(e: Eqn, graph: Graph, device: Device) -> float:
-    """The seconds of an equation if its bytes took none."""
+    """The seconds of an equation's arithmetic alone."""
     operations = float(flops(e, graph))
     rate = device.rate(rate_name(e))
     attention = attention_of(e, graph)
@@ -115,12 +115,12 @@ def attention_share(attention: Attention) -> float:
     more_keys = _KEYS_TO_START_BACKWARD if attention.backward else _KEYS_TO_START_FORWARD
     if attention.causal:
         more_keys += _KEYS_AT_THE_DIAGONAL
-    share_of_width = float(np.interp(attention.width, _WIDTHS, _SHARES))
+    share_of_width = float(np.interp(attention.width, _HEAD_WIDTHS, _WIDTH_SHARES))
     return share_of_width * attention.keys / (attention.keys + more_keys)
 
 
 def _product(e: Eqn, graph: Graph) -> tuple[int, int, int] | None:
-    """The rows, columns and inner size of a product of matrices, on the first rank."""
+    """The rows, columns and inner size of a product of matrices on the first rank; None for any other equation."""
     first = _FIRST_MATRIX.get(_packet(e))
     if first is None:
         return None
@@ -146,7 +146,7 @@ def rate_name(e: Eqn) -> str:
     if dtype != "f32" or not is_matmul(e):
         return dtype
 
-    # The user's settings when the step is planned decide.
+    # PyTorch's settings when the step is planned decide.
     if "convolution" in op_name(e.op):
         # The class that replaces this module at import has the attribute, and mypy reads the module.
         precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Predict how long the program of one rank takes on a cluster, and which communication compute waits for.
+"""Predict how long a program takes on a cluster, and which messages compute waits for.
 
-`durations` has the seconds of equations and messages, and `play` says when they all happen. On a GPU, messages and
-kernels share the bandwidth of the memory (see `contention`).
+`durations` has the seconds of equations and messages, and `play` the times at which they run and arrive. On a GPU,
+messages and kernels share the bandwidth of the memory (see `contention`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
         return timeline_of(graph, cluster, equation_seconds(graph, cluster))
     programs = micro_batch_programs(graph)
     timelines = {}
-    for part, of_others in bytes_of_others(graph, programs).items():
-        alone = simulate(part, cluster)
-        curve = tuple((time, live + of_others) for time, live in alone.memory)
-        timelines[part] = dataclasses.replace(alone, memory=curve)
+    for part, other_bytes in bytes_of_others(graph, programs).items():
+        timeline = simulate(part, cluster)
+        curve = tuple((time, live + other_bytes) for time, live in timeline.memory)
+        timelines[part] = dataclasses.replace(timeline, memory=curve)
     in_order = [timelines[part] for part in programs.in_order]
     return one_by_one(f"{graph.name}, simulated", in_order)
 
@@ -44,7 +44,8 @@ def simulate(graph: Graph, cluster: Cluster) -> Timeline:
 def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Timeline:
     """Simulate a program whose equations take these seconds of the compute queue.
 
-    A step that carries gathers or copies is the second of two: those of the first are under way when it begins.
+    If a step carries gathers or copies, two steps are simulated, and the second one is returned: the messages of the
+    first are under way when it begins.
 
     Raises:
         ValueError: the cluster has no link for an axis that the program communicates over.
@@ -52,12 +53,12 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
     all_sent = messages(graph, cluster, seconds)
     if graph.carried_futures:
         seconds = [*seconds, *seconds]
-        all_sent = _of_two_steps(graph, all_sent)
-    sent = [each.message for each in all_sent]
-    played = play(seconds, sent)
+        all_sent = _messages_of_two_steps(graph, all_sent)
+    sent_messages = [sent.message for sent in all_sent]
+    played = play(seconds, sent_messages)
     if not cluster.device.gloo:  # gloo's messages take compute instead (`Link.byte_overhead`)
-        seconds = _sharing_memory(graph, cluster, seconds, all_sent, played)
-        played = play(seconds, sent)
+        seconds = _seconds_with_contention(graph, cluster, seconds, all_sent, played)
+        played = play(seconds, sent_messages)
 
     events = _events(graph, cluster, seconds, all_sent, played)
     begin = 0.0
@@ -92,13 +93,13 @@ def _events(
         if duration > 0:
             events.append(Event(COMPUTE, start, duration, e))
     for k, (e, message, size) in enumerate(all_sent):
-        # What a message has taken from compute passes once it has been waited for.
+        # The seconds that compute has lost to a message pass after the wait for it.
         waited_for, lost = played.lost[k]
         if lost:
             has_wait = message.need < len(eqns)
             events.append(Event(COMPUTE, waited_for, lost, eqns[message.need] if has_wait else e))
 
-        # Each level of a hierarchical collective has a bar, and the bytes that its link is charged with.
+        # Each level of a hierarchical collective has a bar, with the bytes that its link is charged with.
         first = played.inside[k]
         if message.inside is not None and first is not None:
             begin, end = first
@@ -110,8 +111,8 @@ def _events(
     return events
 
 
-def _of_two_steps(graph: Graph, all_sent: Sequence[Sent]) -> list[Sent]:
-    """The messages of two steps in a row: what the first one carries, the second one needs."""
+def _messages_of_two_steps(graph: Graph, all_sent: Sequence[Sent]) -> list[Sent]:
+    """The messages of two steps in a row; the second step waits for the messages that the first one carries."""
     count = len(graph.eqns)
     needed_in_next = {}
     for wait in pair(graph, include_copies=True).waits.values():
@@ -147,29 +148,29 @@ def _within(events: Iterable[Event], begin: float, length: float) -> list[Event]
     return inside
 
 
-def _sharing_memory(
+def _seconds_with_contention(
     graph: Graph,
     cluster: Cluster,
     seconds: Sequence[float],
     all_sent: Sequence[Sent],
     played: Played,
 ) -> list[float]:
-    """The seconds of equations while the messages of a simulation move through the same memory."""
+    """The seconds of equations that share the memory with the messages of a simulation."""
     device = cluster.device
-    moving = []
+    transfers = []
     for k, (e, message, size) in enumerate(all_sent):
         begin = played.begin[k] + message.latency
         # Other kinds, such as an all_to_all, read what they send and write what they receive.
-        moving.append(Transfer(begin, played.end[k], TOUCHED.get(kind_of(e), 2.0) * size))
+        transfers.append(Transfer(begin, played.end[k], TOUCHED.get(kind_of(e), 2.0) * size))
 
     # The seconds in which each equation itself needs the memory.
     measured = dict(cluster.measured)
-    busy = []
+    own_seconds = []
     for e, duration in zip(cycle(graph.eqns), seconds):
         if not duration:
-            busy.append(0.0)
+            own_seconds.append(0.0)
         elif measured and signature(e, graph) in measured:
-            busy.append(0.0)  # what was measured has shared the memory
+            own_seconds.append(0.0)  # a measured operation has shared the memory already
         else:
-            busy.append(min(duration, memory_seconds(memory_traffic(e, graph), device)))
-    return contended(played.start[:-1], seconds, busy, moving, device.bandwidth)
+            own_seconds.append(min(duration, memory_seconds(memory_traffic(e, graph), device)))
+    return contended(played.start[:-1], seconds, own_seconds, transfers, device.bandwidth)

@@ -1,9 +1,9 @@
 """A program without the collectives that a plan will place.
 
-Transforms that schedule only write hints on equations. Planning follows all hints at once, so the order in which the
-transforms were applied does not matter. `hoist` moves equations marked `birth` up to the last of their inputs.
+Transforms that schedule only write hints on equations. Planning follows all hints at once, so the order of the
+transforms does not matter. `hoist` moves equations with the hint `birth` right after the last of their inputs.
 `skeleton` then takes the planned collectives out; the remaining equations are the operations, and keep their order. A
-gather must start before the first operation that reads its value, and a reduction after the one that computes its
+gather must start before the first operation that reads its value, and a reduction after the operation that computes its
 gradient. With eager updates, equations of the update leave their places too (see `eager_updates`).
 """
 
@@ -34,13 +34,13 @@ THE_END = "the end"
 
 
 def hoist(graph: Graph) -> Graph:
-    """Move every equation marked `birth`, and every planned reduction, right after the last of its inputs."""
+    """Move every equation with the hint `birth`, and every planned reduction, right after the last of its inputs."""
     hoisted = {e for e in graph.eqns if e.hint in ("birth", "reduce")}
     if not hoisted:
         return graph
     eqns = []
     for e in reordered(graph, lambda e: e not in hoisted).eqns:
-        # An equation at its birth needs its hint no longer.
+        # The hint `birth` is fulfilled; a planned reduction is still to be placed.
         eqns.append(e.replace(hint=None) if e.hint == "birth" else e)
     return graph.replace(eqns=tuple(eqns))
 
@@ -55,12 +55,13 @@ class Collective:
 
     @property
     def value(self) -> Var:
-        """The value that it returns."""
-        return (self.second[1] if self.second else self.wait).out
+        """The value that its last wait returns."""
+        last_wait = self.second[1] if self.second else self.wait
+        return last_wait.out
 
     @property
     def name(self) -> str:
-        """Its name in a plan; a gather among neighbours has theirs in it."""
+        """Its name in a plan; a gather among neighbours has their axis in its name."""
         name = self.start.out.base_name
         axis = self.start.kwargs["axis"]
         return name if neighbour_count(axis) is None else f"{name}@{axis}"
@@ -72,11 +73,11 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class GatherOfParts:
-    """A gather among neighbours, which a plan may send in place of one over all ranks.
+    """A gather among neighbours, which a plan may send in place of a gather over all ranks.
 
     Attributes:
-        first: the gather of whose value each neighbour keeps a part, by index.
-        replaces: the gather that it is sent in place of, by index.
+        first: the earlier gather, by index; each neighbour keeps a part of its value.
+        replaces: the gather over all ranks that it replaces, by index.
         part: the equations that keep the part.
         collective: the gather of the parts.
     """
@@ -97,11 +98,13 @@ class Skeleton:
 
     Attributes:
         graph: the program after `hoist`, collectives included.
-        gathers, use: in order of first use; for each, the first operation that reads it.
+        gathers: the planned gathers, in order of first use.
+        reductions: the planned reductions, in order of birth.
+        use: for each gather, the first operation that reads its value.
         repeats: for each gather, the earlier gather of the same value, if a plan may keep that value.
-        reductions, born, need: in order of birth; for each, the operation that computes the gradient, and the first
-            operation that reads the result.
-        of_parts: gathers among neighbours, which are in no program yet.
+        born: for each reduction, the operation that computes the gradient.
+        need: for each reduction, the first operation that reads the result.
+        part_gathers: gathers among neighbours, which are not in the program.
     """
 
     graph: Graph
@@ -112,22 +115,22 @@ class Skeleton:
     repeats: tuple[int | None, ...]
     born: tuple[int, ...]
     need: tuple[int, ...]
-    of_parts: tuple[GatherOfParts, ...] = ()
+    part_gathers: tuple[GatherOfParts, ...] = ()
 
     @property
     def all_gathers(self) -> tuple[Collective, ...]:
-        """All gathers that a plan may send, those of parts last."""
-        return (*self.gathers, *(each.collective for each in self.of_parts))
+        """All gathers that a plan may send, gathers of parts last."""
+        return (*self.gathers, *(gather.collective for gather in self.part_gathers))
 
     @functools.cached_property
     def sized_graph(self) -> Graph:
         """The program with an axis for all neighbours that may gather parts."""
-        axes = dict.fromkeys(each.collective.start.kwargs["axis"] for each in self.of_parts)
+        axes = dict.fromkeys(gather.collective.start.kwargs["axis"] for gather in self.part_gathers)
         return self.graph.replace(joint=(*self.graph.joint, *axes)) if axes else self.graph
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The sizes of all axes, with those of neighbours that may gather parts."""
+        """The sizes of all axes, also of neighbours that may gather parts."""
         return self.sized_graph.axes
 
     @functools.cached_property
@@ -148,9 +151,9 @@ class Skeleton:
     def landmarks(self) -> tuple[tuple[int, str], ...]:
         """The operations by which a plan names places, in order, each with its name.
 
-        They are matmuls (convolutions and attention among them), the operations that compute gradients, and the
-        collectives that no plan places. All batch sizes have the same ones. Between them, a batch of another size may
-        need another copy or view.
+        They are matmuls (convolutions and attention included), the operations that compute gradients, and the
+        collectives that no plan places. All batch sizes have the same landmarks. Between them, a batch of another size
+        may need another copy or view.
         """
         births = set(self.born)
         counts: Counter[str] = Counter()
@@ -180,7 +183,7 @@ class Skeleton:
     def place_range(self, name: str) -> tuple[int, int, int] | None:
         """The place with a name, and the first and the last place between the same landmarks; None if there is none.
 
-        A program for another batch size may have fewer operations before the next landmark. Then it is the last place.
+        With another batch size, the next landmark may be nearer, so that the place is missing. Then it is the last one.
         """
         if name == THE_END:
             return (len(self.ops),) * 3
@@ -192,7 +195,7 @@ class Skeleton:
 
     @functools.cached_property
     def _stretches(self) -> dict[str, tuple[int, int]]:
-        """The first and the last place after each landmark and before the next, by its name."""
+        """The first and the last place between each landmark and the next one, by the name of the first landmark."""
         stretches: dict[str, tuple[int, int]] = {}
         first = 0
         name = THE_START
@@ -221,7 +224,7 @@ class Skeleton:
         return (self.graph.hints.update or "last") if self.reductions else "last"
 
 
-@cached_on_graph  # the same program is asked about several times
+@cached_on_graph  # planning asks for the skeleton of a program several times
 def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
     """Take the planned collectives out of a program; `neighbours` may keep parts of gathered values."""
     graph = hoist(graph)
@@ -256,7 +259,7 @@ def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
         repeats=repeats,
         born=tuple(map(birth, reductions)),
         need=tuple(min(first_reader(c), latest) for c in reductions),
-        of_parts=tuple(_gathers_of_parts(gathers, repeats, graph.axes, neighbours)),
+        part_gathers=tuple(_gathers_of_parts(gathers, repeats, graph.axes, neighbours)),
     )
 
 
@@ -279,21 +282,21 @@ def _gathers_of_parts(
     sizes: Mapping[str, int],
     neighbours: Neighbours,
 ) -> Iterator[GatherOfParts]:
-    """The gathers of parts, if `neighbours` keep them: in place of each gather that repeats an earlier one."""
+    """For each gather that repeats an earlier one, a gather of the parts that `neighbours` on its axis may keep."""
     for replaced, first in enumerate(repeats):
         if first is None:
             continue
-        again = gathers[replaced]
+        second = gathers[replaced]
         for axis, count in neighbours:
             divides = 1 < count < sizes.get(axis, 0) and sizes[axis] % count == 0
-            if divides and again.start.kwargs["axis"] == axis:
-                part = kept_part(gathers[first].wait, again.start, count)
-                start = gather_of_parts(part[-1].out, again.start)
-                yield GatherOfParts(first, replaced, part, Collective(start, again.wait))
+            if divides and second.start.kwargs["axis"] == axis:
+                part = kept_part(gathers[first].wait, second.start, count)
+                start = gather_of_parts(part[-1].out, second.start)
+                yield GatherOfParts(first, replaced, part, Collective(start, second.wait))
 
 
 def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:
-    """The last place for waits. If writes come last, all reductions are waited for before the first write."""
+    """The last place for waits. If the state is written last, all reductions are waited for before the first write."""
     if graph.hints.update != "last":
         return end
     before_writes = graph.eqns[: first_write(graph)]
