@@ -92,7 +92,7 @@ class Storage(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in the memory of the host, and does not count as memory of the device."""
+        """Whether it is in the memory of the host, so it does not count as memory of the device."""
         return self.value.memory == "host"
 
 

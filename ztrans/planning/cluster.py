@@ -230,7 +230,7 @@ class Cluster:
         return charged / received
 
     def charge_factor_inside(self, eqn: Eqn, sizes: Mapping[str, int]) -> float:
-        """The same factor for the link inside a host, for a hierarchical collective."""
+        """As `charge_factor`, for the link inside a host of a hierarchical collective."""
         route = self.route(eqn, sizes)
         return route.inside / rules(eqn).wire_bytes(eqn, sizes) if route is not None else 0.0
 
@@ -305,6 +305,7 @@ def by_host(local: int, inside: str | Link, between: str | Link) -> Link:
 def _profile(
     link: str | Link, caller: str, where: str, profiles: Mapping[str, Link] = LINKS
 ) -> Link:
+    """A `Link` as given, or the shipped link of that name. Its figures are checked."""
     if isinstance(link, str) and link not in profiles:
         raise ValueError(
             f"{caller}: no profile of link {link!r} {where}; there are {', '.join(profiles)}."

@@ -1,8 +1,8 @@
 """Slow kernels down while messages use the same device memory.
 
-A message reads the bytes that it sends and writes the bytes that it receives, while compute goes on. A kernel takes as
-long as its arithmetic, or as its own bytes and the seconds that messages take of the memory meanwhile, whichever is
-longer.
+A message reads the bytes that it sends and writes the bytes that it receives, while compute goes on. A kernel that
+computes for longer than its bytes move has time to spare. A kernel that waits for memory ends later, by the seconds in
+which messages had the memory.
 """
 
 from __future__ import annotations

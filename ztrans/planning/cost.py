@@ -162,16 +162,16 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
     """The calls and launches of every equation, on the first rank."""
     as_run = with_number_operands(graph, settings(graph))
     # The first equation of a group makes the call for all of them.
-    results_of_first: set[Var] = set()
+    computed_by_first: set[Var] = set()
     for group in group_updates(as_run)[1]:
         for e in group[1:]:
-            results_of_first.update(e.results)
+            computed_by_first.update(e.results)
     # Some equations do not run: they became arithmetic on numbers, or operands of other calls.
     results_as_run = {v for e in as_run.eqns for v in e.results}
     pairs = pair(graph)
 
     def launches_of(e: Eqn) -> Launches:
-        if any(v in results_of_first for v in e.results) or is_constant(e):
+        if any(v in computed_by_first for v in e.results) or is_constant(e):
             return Launches(0, 0)
         if as_run is not graph and e.results and results_as_run.isdisjoint(e.results):
             return Launches(0, 0)
@@ -217,21 +217,21 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
         return inner
     size = local_bytes(graph)
     written = sum(map(size, e.results))
-    moved = written + sum(map(size, e.ins))
+    bytes_moved = written + sum(map(size, e.ins))
     name = op_facts(e.op).name
     if name in _READ_BY_INDEX:
-        moved -= max(size(e.ins[0]) - written, 0)  # it reads as many elements as it returns
+        bytes_moved -= max(size(e.ins[0]) - written, 0)  # it reads as many elements as it returns
     elif name in _LOSSES:
         # Forward reads less than a thousandth of them, so they count as not read.
-        moved -= size(e.args[_LOSSES[name]])
-    return moved
+        bytes_moved -= size(e.args[_LOSSES[name]])
+    return bytes_moved
 
 
 @cached_on_graph
 def memory(graph: Graph) -> Memory:
     """Count the live bytes at every equation of a program (see `buffers.storages`).
 
-    In a program of micro-batches, the one with the highest peak counts.
+    In a program of micro-batches, the micro-batch with the highest peak counts.
     """
     if graph.micro > 1:
         return _highest_micro_batch(graph)

@@ -38,7 +38,7 @@ class Device:
 
     name: str
     flops: tuple[tuple[str, float], ...]  # (dtype, FLOP/s of matmuls)
-    bandwidth: float  # bytes/s of memory, as a copy reaches
+    bandwidth: float  # bytes/s of memory that a copy reaches
     kernel_gap: float  # seconds of the processor between two kernels
     memory: float = float("inf")  # bytes
     # Seconds of the host for a call that launches no kernel, such as a view.
@@ -83,7 +83,7 @@ class Device:
         return rates.get(dtype, rates["f32"])
 
     def with_power(self, share: float) -> Device:
-        """This device with its power limited to a share of it.
+        """This device limited to a share of its power.
 
         A processor that reaches its power limit lowers its clock. Its power grows as the clock times the square of the
         voltage, and the voltage about as the clock, so the clock follows the cube root of the power. The memory has a
@@ -163,7 +163,7 @@ H100 = dataclasses.replace(
     memory=int(79.2 * GIB),
     edge=128,
 )
-# Data sheet: the processor of the H100 with memory of 4.8 TB/s. A copy reaches the same share as there (gpu.md).
+# Data sheet: the processor of the H100 with memory of 4.8 TB/s. A copy reaches the same share of it (gpu.md).
 H200 = dataclasses.replace(H100, name="H200", bandwidth=4.3e12, memory=int(139.8 * GIB))
 # The Grand Teton hosts of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 of 700 W. Its page says
 # that the peak of this card is between those of the SXM and of the NVL, 989 and 835 TFLOP/s; this is their mean.

@@ -57,7 +57,7 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
 
     A collective takes the overhead of sending, and between CPUs also the time of packing and unpacking.
     """
-    measured = dict(cluster.measured)
+    measured_seconds = dict(cluster.measured)
     waits = pair(graph).waits
     eqn_launches = launches(graph)
     device = cluster.device
@@ -70,10 +70,10 @@ def equation_seconds(graph: Graph, cluster: Cluster) -> Sequence[float]:
             return device.kernel_gap * eqn_launches[e].kernels
         if wait and wait.member:
             return 0.0  # the wait for the first member unpacks the whole bucket
-        if measured:
+        if measured_seconds:
             name = signature(wait.start, graph) + " wait" if wait else signature(e, graph)
-            if name in measured:
-                return measured[name]
+            if name in measured_seconds:
+                return measured_seconds[name]
         if wait:
             return _wait_seconds(wait.start, graph, cluster)
         if eqn_rules.packs:
@@ -155,20 +155,20 @@ def notes_on_unknown_costs(graph: Graph, cluster: Cluster) -> list[str]:
     Such an operation may compute for longer than its bytes move. An operation with a measured duration has a known
     cost.
     """
-    measured = dict(cluster.measured)
+    measured_seconds = dict(cluster.measured)
     by_name: Counter[str] = Counter()
     for e in graph.eqns:
-        if not has_known_cost(e) and signature(e, graph) not in measured:
+        if not has_known_cost(e) and signature(e, graph) not in measured_seconds:
             by_name[_full_name(e)] += memory_traffic(e, graph)
     if not by_name:
         return []
-    moved = cost(graph).bytes
+    all_bytes = cost(graph).bytes
     notes = []
     for name, size in by_name.items():
-        if size > _NOTED_SHARE * moved:
+        if size > _NOTED_SHARE * all_bytes:
             notes.append(
-                f"{name} moves {size / moved:.0%} of the bytes, and no formula counts what it computes: it counts as "
-                f"fast as its bytes. Measure it (`Compiled.profile`), or register its FLOPs "
+                f"{name} moves {size / all_bytes:.0%} of the bytes, and no formula counts what it computes: it counts "
+                f"as fast as its bytes. Measure it (`Compiled.profile`), or register its FLOPs "
                 f"(torch.utils.flop_counter.register_flop_formula)"
             )
     return notes
@@ -253,13 +253,13 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
         graph, cluster: the program, and the speeds of its messages.
         seconds: the seconds of the equations, by default `equation_seconds`.
     """
-    sent = []
+    sent_messages = []
     share_of_products = product_share(graph, seconds or equation_seconds(graph, cluster))
     for e, started in pair(graph, include_user=True, include_copies=True).starts.items():
         if is_copy(e):
             size = rules(e).received_bytes(e, 0, graph.axes)
             copy = _copy_message(e, size, started.index, started.first_wait, cluster)
-            sent.append(Sent(e, copy, size))
+            sent_messages.append(Sent(e, copy, size))
             continue
         axis = rules(e).axis(e)
         if axis not in graph.axes:
@@ -277,8 +277,8 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
         )
         if isinstance(e.op, Primitive) and not cluster.device.gloo:
             message = _packed_beside(message, e, graph, cluster)
-        sent.append(Sent(e, message, _received_bytes(e, graph, graph.axes[axis])))
-    return sent
+        sent_messages.append(Sent(e, message, _received_bytes(e, graph, graph.axes[axis])))
+    return sent_messages
 
 
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:
@@ -329,7 +329,7 @@ def _inside_lane(eqn: Eqn) -> str:
 
 
 def kind_of(e: Eqn) -> str:
-    """The kind of a collective, by the names of the primitives: "all_gather" for any gather of the step's own too."""
+    """The kind of a collective, by the names of the primitives. The step's own gather is an "all_gather" too."""
     if isinstance(e.op, Primitive):
         return e.op.name
     name = op_name(e.op)

@@ -72,7 +72,7 @@ def eager_groups(s: Skeleton) -> tuple[EagerGroup, ...]:
     """The equations of the update that leave their places, in groups.
 
     An equation may need a value that an operation at a fixed place computes after the last wait for a reduction, such
-    as the scale of a global norm. No later wait could run it, so it stays at its place.
+    as the scale of a global norm. Eager updates run after waits, and no wait comes later, so it stays at its place.
     """
     movable = movable_eqns(s)
     awaited = _awaited_values(s, movable)

@@ -100,7 +100,7 @@ def flops(e: Eqn, graph: Graph) -> int:
 
 
 def attention_of(e: Eqn, graph: Graph) -> Attention | None:
-    """The attention, fused or flex_attention, that an equation computes on the first rank; None for other equations.
+    """The attention that an equation computes on the first rank, fused or by flex_attention; None for other equations.
 
     The mask of flex_attention is a function, so it counts as attention to all keys. Packed sequences count as if each
     had the greatest length.

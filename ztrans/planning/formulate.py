@@ -210,7 +210,7 @@ def _last_reader(s: Skeleton, value: Var, end: int) -> int:
 
 
 def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
-    """For each region, the place where the phase of that region around each place begins."""
+    """For each region, the beginning of the phase of that region around each place."""
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
     for k, e in enumerate(s.ops):
         for region, places in begins.items():
@@ -292,7 +292,7 @@ def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
     It is the place of the first operation that needs the result, moved back over floating equations right before it,
     because they run after the wait; but never before the start of the reduction.
     """
-    # For each place, the first place of the floating equations right before it.
+    # For each place, where the floating equations right before it begin.
     moved_back = [0]
     for k, e in enumerate(s.ops):
         moved_back.append(moved_back[k] if e in floating else k + 1)
@@ -351,7 +351,7 @@ def _wires(s: Skeleton, problem: Problem, cluster: Cluster) -> dict[Hashable, Wi
 
 
 def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) -> Wire:
-    """How the messages of a key travel. Messages slow down the products, which are a share of compute."""
+    """How the messages of a key travel. They slow down products, which are a share of compute."""
     axis = start.kwargs["axis"]
     device = cluster.device
     link = cluster.link(axis)
@@ -369,8 +369,8 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
         # The bytes of a bucket decide whether a ring or a tree is faster, so the wire has both. For the bytes that one
         # received byte charges its link with, `ways` returns the seconds of that byte.
         charged = cluster.charge_factor(start, graph.axes)
-        (latency, pace), *others = link.ways(kind, charged, graph.axes[axis])
-        tree = others[0] if others else None
+        (latency, pace), *tree_ways = link.ways(kind, charged, graph.axes[axis])
+        tree = tree_ways[0] if tree_ways else None
 
     measured_unpack = dict(link.unpack).get(kind)
     unpacked = 0

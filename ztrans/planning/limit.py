@@ -111,8 +111,8 @@ def check_peak(graph: Graph, device: Device) -> None:
     Raises: DoesNotFit if it is not.
     """
     limit = graph.hints.memory_limit
-    needed = memory(graph)
-    if limit is None or needed.peak <= limit:
+    placed_memory = memory(graph)
+    if limit is None or placed_memory.peak <= limit:
         return
     if graph.carried:
         cause = "the gathers that it starts for the next one"
@@ -122,9 +122,9 @@ def check_peak(graph: Graph, device: Device) -> None:
         advice = "Give it that much, or move less to the host."
     problem = (
         f"{limit_text(graph.hints, device)} is less than the step needs with {cause}: "
-        f"{needed.peak} bytes ({format_bytes(needed.peak)})."
+        f"{placed_memory.peak} bytes ({format_bytes(placed_memory.peak)})."
     )
-    raise DoesNotFit(problem, advice, limit, needed)
+    raise DoesNotFit(problem, advice, limit, placed_memory)
 
 
 def limit_text(hints: Hints, device: Device) -> str:

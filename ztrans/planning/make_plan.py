@@ -1,4 +1,4 @@
-"""Choose the order of a program with hints, and write a plan of what was chosen and why.
+"""Choose the order of a program with hints, and record in a plan what was chosen and why.
 
 The budget of the solver is the limit of the step, which a transform or the device sets. Without a limit, it is a little
 more than the program needs as written. If no schedule fits the budget, updates run last. If none fits then either, a
@@ -62,12 +62,12 @@ def make_plan(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         if error.limit < as_written.peak:
             least = min(error.least, as_written, key=lambda m: m.peak)
             raise does_not_fit(graph, cluster.device, least) from None
-        needed = format_bytes(error.least.peak)
-        return _as_written(graph, cluster, f"any other needs {needed}")
+        least_peak = format_bytes(error.least.peak)
+        return _as_written(graph, cluster, f"any other needs {least_peak}")
 
 
 def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
-    """As `make_plan`, but the program never keeps its order because a planned one failed.
+    """As `make_plan`, but a planned order that fails is an error.
 
     Raises:
         DoesNotFit: the planned order needs more than the limit.
@@ -81,21 +81,21 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
     limit = graph.hints.memory_limit
     budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
     problem, update, schedule, ordered = _fastest_order(s, cluster, budget)
-    needed = memory(ordered)
-    if limit is not None and needed.peak > limit:
-        raise does_not_fit(graph, cluster.device, needed)
+    planned_memory = memory(ordered)
+    if limit is not None and planned_memory.peak > limit:
+        raise does_not_fit(graph, cluster.device, planned_memory)
 
     notes = []
-    if needed.peak > budget:
-        above = format_bytes(needed.peak - budget)
-        notes.append(f"the peak is {format_bytes(needed.peak)}, {above} above the budget")
+    if planned_memory.peak > budget:
+        excess = format_bytes(planned_memory.peak - budget)
+        notes.append(f"the peak is {format_bytes(planned_memory.peak)}, {excess} above the budget")
     if update != s.asked_update:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
     notes += _notes_on_parts(s, schedule)
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
-    return _with_notes(plan, graph, needed.peak, cluster), ordered
+    return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
 
 
 def _check_near_limit(s: Skeleton, problem: Problem, device: Device) -> None:
@@ -136,11 +136,11 @@ def _fastest_order(s: Skeleton, cluster: Cluster, budget: int) -> _Order:
         problem, update = problem_within(s, cluster, room)
         _check_near_limit(s, problem, cluster.device)
         order = _order_of(s, problem, update, EFFORT)
-        above = memory(order.graph).peak - budget
-        if above <= 0 or problem.memory > room:  # less room gives the same problem
+        excess = memory(order.graph).peak - budget
+        if excess <= 0 or problem.memory > room:  # less room gives the same problem
             break
         # The peak falls by whole messages, so a smaller cut than the last one may change nothing.
-        cut = max(cut, above)
+        cut = max(cut, excess)
         room -= cut
     if limit is None or memory(order.graph).peak <= limit:
         return order
@@ -166,11 +166,11 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
         if early.eqns != graph.eqns and memory(early).peak <= memory(graph).peak:
             graph = early
             update = "eager"
-    needed = memory(graph)
-    if graph.hints.memory_limit is not None and needed.peak > graph.hints.memory_limit:
-        raise does_not_fit(graph, cluster.device, needed)
+    graph_memory = memory(graph)
+    if graph.hints.memory_limit is not None and graph_memory.peak > graph.hints.memory_limit:
+        raise does_not_fit(graph, cluster.device, graph_memory)
     plan = Plan(s.fingerprint, update=update)
-    return _with_notes(plan, graph, needed.peak, cluster), check(graph)
+    return _with_notes(plan, graph, graph_memory.peak, cluster), check(graph)
 
 
 def _notes_on_parts(s: Skeleton, schedule: Schedule) -> list[str]:
@@ -212,12 +212,12 @@ def _as_written(graph: Graph, cluster: Cluster, reason: str) -> tuple[Plan, Grap
 
     Raises: DoesNotFit
     """
-    needed = memory(graph)
-    if graph.hints.memory_limit is not None and needed.peak > graph.hints.memory_limit:
-        raise does_not_fit(graph, cluster.device, needed)
+    graph_memory = memory(graph)
+    if graph.hints.memory_limit is not None and graph_memory.peak > graph.hints.memory_limit:
+        raise does_not_fit(graph, cluster.device, graph_memory)
     fingerprint = skeleton(graph).fingerprint
     plan = Plan(fingerprint, update=WRITTEN, notes=(f"the order is as written: {reason}",))
-    return _with_notes(plan, graph, needed.peak, cluster), check(without_hints(graph))
+    return _with_notes(plan, graph, graph_memory.peak, cluster), check(without_hints(graph))
 
 
 def _with_notes(plan: Plan, graph: Graph, peak: int, cluster: Cluster) -> Plan:

@@ -74,18 +74,18 @@ class Network:
 
     def __init__(self) -> None:
         self.levels: list[Level | Message] = []
-        # When each level may begin: its message is packed, and a second level also follows the end of the first.
+        # When each level may begin: once its message is packed, or for a second level, once the first has ended.
         self.ready: list[float] = []
         self.begin: list[float] = []
         self.end: list[float] = []
-        # The number of the second level by the first's, and the other way round.
+        # From the number of a first level to the number of the second, and back.
         self.second: dict[int, int] = {}
         self.first: dict[int, int] = {}
         self.packed = 0.0  # when the packing queue is empty
         # By lane, the numbers of its levels; the first one is being sent.
         self.queued: defaultdict[str, deque[int]] = defaultdict(deque)
-        # A heap of (time, number of a level, ends). At that time the level ends, unpacked, if `ends`; otherwise its
-        # bytes begin to move.
+        # A heap of (time, number of a level, ends). At that time the level has been unpacked and ends if `ends`;
+        # otherwise its bytes begin to move.
         self.timed: list[tuple[float, int, bool]] = []
         self.links: defaultdict[str, _Link] = defaultdict(_Link)
         self.next = NEVER  # the time of the next event
@@ -241,8 +241,8 @@ class Stalls:
 class _Link:
     """The messages that move bytes over one link, in equal shares.
 
-    This is processor sharing. `served` is its virtual time: the seconds of the link for itself that each active message
-    has had. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the last
+    This is processor sharing. `served` is its virtual time: the seconds of exclusive use that each active message has
+    had. A message that joins is done when `served` has grown by its own seconds. `since` is the time of the last
     change; `idle` is the total time until then without an active message.
     """
 

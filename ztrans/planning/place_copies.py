@@ -70,7 +70,7 @@ class _Position(NamedTuple):
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     """The program with its copies placed; other equations keep their order.
 
-    The peak of memory does not rise, except up to the limit of `offload` for values of forward.
+    The peak of memory does not rise. If values of forward may wait on the host, it may rise up to the limit.
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
@@ -80,10 +80,10 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     may_use = max(_live_on_device(graph)) + allowed - memory(graph).peak
     for _ in range(_TRIALS):
         placed = _Placing(graph, cluster, may_use).run()
-        above = memory(placed).peak - allowed
-        if above <= 0:
+        excess = memory(placed).peak - allowed
+        if excess <= 0:
             return placed
-        may_use -= above
+        may_use -= excess
     return graph
 
 
@@ -102,15 +102,18 @@ class HostIsFull(ValueError):
 
 
 def check_host_memory(graph: Graph, cluster: Cluster) -> None:
-    """Raises: HostIsFull if a program keeps more on the host than a rank may use there."""
-    most = memory(graph).host_peak
-    if most > cluster.host_memory:
+    """Check that a program keeps no more on the host than a rank may use there.
+
+    Raises: HostIsFull if it does.
+    """
+    host_peak = memory(graph).host_peak
+    if host_peak > cluster.host_memory:
         has_leaves = any(v.memory == "host" for v in graph.inputs[: graph.num_state])
         advice = "Choose fewer leaves with `where`" if has_leaves else "Move less to the host"
-        if ranks_may_help(graph, "host", most, cluster.host_memory):
+        if ranks_may_help(graph, "host", host_peak, cluster.host_memory):
             advice += ", or shard the state over more ranks"
         raise HostIsFull(
-            f"offload: {graph.name} keeps {format_bytes(most)} in the memory of the host, and a rank has "
+            f"offload: {graph.name} keeps {format_bytes(host_peak)} in the memory of the host, and a rank has "
             f"{format_bytes(cluster.host_memory)} there: zt.cluster(..., host_memory={cluster.host_memory:.0f}).\n"
             f"{advice}."
         )

@@ -387,7 +387,10 @@ def _numbers(
 
 
 def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> None:
-    """Raises: ScheduleError if a name is in no bucket."""
+    """Check that every name is in a bucket.
+
+    Raises: ScheduleError if one is not.
+    """
     placed_names = set(_member_names(buckets))
     for name in names:
         if name not in placed_names:

@@ -1,9 +1,9 @@
 """Play operations and messages: when each of them runs or arrives, given its seconds.
 
 Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
-(see `network`); a later operation waits for it. `simulate` plays the program of one rank. The solver plays schedules
-without a program by the same rules (`solver/place.py`), and bounds all of them (`solver/bound.py`). The tests of the
-solver compare the three.
+(see `network`); a later operation waits for it. `simulate` plays the program of one rank. The solver plays schedules,
+which have no program, by the same rules (`solver/place.py`), and bounds the time of all of them (`solver/bound.py`).
+The tests of the solver compare the three.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def play(compute: Sequence[float], messages: Sequence[Message]) -> Played:
     arrive: list[float] = []
     start: list[float] = []
     for k, before in enumerate(compute_before):
-        # A difference of sums, with the same rounding as in `solver/place.py`.
+        # A difference of sums, as in `solver/place.py`.
         rank.clock += before - compute_before[max(k - 1, 0)]
         arrive.append(rank.clock)
         for i in issued.get(k, ()):

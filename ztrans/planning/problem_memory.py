@@ -276,9 +276,8 @@ class _ReductionBuffers:
         """Add the peak bytes of the temporaries of a group."""
         uses = self.uses
         latest = max(group.after)
-        last_use: dict[
-            Var, int
-        ] = {}  # for each storage, the last equation of the group that needs it
+        # For each storage, the last equation of the group that needs it.
+        last_use: dict[Var, int] = {}
         for i, e in enumerate(group.eqns):
             last_use.update(dict.fromkeys(uses.touched(e), i))
 

@@ -57,13 +57,13 @@ def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
 
 def roofline_seconds(e: Eqn, graph: Graph, device: Device) -> float:
     """The seconds that the kernels of an equation run: the longer of their arithmetic and their bytes."""
-    moved = memory_traffic(e, graph)
-    return max(arithmetic_seconds(e, graph, device), memory_seconds(moved, device))
+    bytes_moved = memory_traffic(e, graph)
+    return max(arithmetic_seconds(e, graph, device), memory_seconds(bytes_moved, device))
 
 
-def memory_seconds(moved: float, device: Device) -> float:
-    """The seconds in which a kernel other than a copy reads and writes `moved` bytes."""
-    return moved / (device.bandwidth * device.streaming)
+def memory_seconds(bytes_moved: float, device: Device) -> float:
+    """The seconds in which a kernel other than a copy reads and writes `bytes_moved` bytes."""
+    return bytes_moved / (device.bandwidth * device.streaming)
 
 
 def arithmetic_seconds(e: Eqn, graph: Graph, device: Device) -> float:

@@ -126,8 +126,8 @@ def _messages_of_two_steps(graph: Graph, all_sent: Sequence[Sent]) -> list[Sent]
     after_the_end = 2 * count + 1
     for e, message, size in all_sent:
         need = after_the_end if e in needed_in_next else count + message.need
-        moved = message._replace(issue=count + message.issue, need=need)
-        two_steps.append(Sent(e, moved, size))
+        second_message = message._replace(issue=count + message.issue, need=need)
+        two_steps.append(Sent(e, second_message, size))
     return two_steps
 
 
@@ -164,12 +164,12 @@ def _seconds_with_contention(
         transfers.append(Transfer(begin, played.end[k], TOUCHED.get(kind_of(e), 2.0) * size))
 
     # The seconds in which each equation itself needs the memory.
-    measured = dict(cluster.measured)
+    measured_seconds = dict(cluster.measured)
     own_seconds = []
     for e, duration in zip(cycle(graph.eqns), seconds):
         if not duration:
             own_seconds.append(0.0)
-        elif measured and signature(e, graph) in measured:
+        elif measured_seconds and signature(e, graph) in measured_seconds:
             own_seconds.append(0.0)  # a measured operation has shared the memory already
         else:
             own_seconds.append(min(duration, memory_seconds(memory_traffic(e, graph), device)))
