@@ -1,4 +1,4 @@
-"""A call of a step: its function, and its arguments in the order of the parameters, however they were passed.
+"""A call of a step: its function, and its arguments in the order of the parameters.
 
 A function may add an argument of its own to each call (see `ExtraInputs`).
 """
@@ -23,7 +23,7 @@ class ExtraInputs(abc.ABC):
     """A step function that adds an argument of its own to each call, such as learning rates.
 
     Attributes:
-        extra_name: how programs and messages name that argument.
+        extra_name: the name of that argument in programs and messages.
     """
 
     extra_name: str
@@ -34,19 +34,19 @@ class ExtraInputs(abc.ABC):
 
     @abc.abstractmethod
     def modules(self) -> Sequence[nn.Module]:
-        """The modules whose attributes the step reads, in whatever way its code reaches them."""
+        """The modules whose attributes the step reads, even if its code does not reach them by name."""
 
     @abc.abstractmethod
     def constants(self) -> Mapping[str, Hashable]:
-        """What a program of this function is specialised on, besides arguments and reads, by its names in messages."""
+        """The values that a program of this function is specialised on, besides arguments and reads, by name."""
 
     @abc.abstractmethod
     def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
-        """By `id` of a leaf of the state, a tensor that has the leaf's value: a trace may read these values."""
+        """The values of leaves that a trace may read: by the `id` of a leaf of the state, a tensor with its value."""
 
     @abc.abstractmethod
     def check_changed(self, changed: Collection[str]) -> None:
-        """Check the names of the leaves of the state that a program of this function changes.
+        """Check that a program of this function may change the leaves of the state with these names.
 
         Raises: ValueError if it may not change one of them.
         """
@@ -57,7 +57,7 @@ class ExtraInputs(abc.ABC):
 
 
 class StepFunction:
-    """What calls need to know of a step function: its parameters, what it reads, and what it adds."""
+    """A step function with its parameters, its reads, and its extra argument if it is an `ExtraInputs`."""
 
     def __init__(self, fn: Callable) -> None:
         self.name = getattr(fn, "__name__", type(fn).__name__)
@@ -76,7 +76,7 @@ class StepFunction:
             raise TypeError(f"{self.name}() {error}") from None
 
     def parameters(self, count: int) -> list[str]:
-        """The names of the parameters that the first `count` positional arguments belong to."""
+        """The names of the first `count` positional arguments, by the parameters."""
         names = []
         for p in self.signature.parameters.values():
             if p.kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
@@ -89,10 +89,9 @@ class StepFunction:
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
-    The last `len(keywords)` values of `batch` are passed by name. They belong to keyword-only parameters, and to
-    parameters after one that the caller left out. A parameter that the caller left out is not an argument: the step
-    reads its default as it reads a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other
-    functions.
+    The last `len(keywords)` values of `batch` are passed by name: those of keyword-only parameters, and of parameters
+    after one that the caller left out. A parameter that the caller left out is not an argument: the step reads its
+    default like a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other functions.
     """
 
     state: Any
@@ -102,7 +101,7 @@ class BoundCall(NamedTuple):
 
     @staticmethod
     def of(function: StepFunction, args: tuple, kwargs: Mapping[str, Any]) -> BoundCall:
-        """The call `fn(*args, **kwargs)` of a step function. An argument may be passed by position or by name.
+        """The call `fn(*args, **kwargs)` of a step function. Arguments may be passed by position or by name.
 
         Raises: TypeError, as Python does, if the function does not take such arguments.
 
@@ -154,7 +153,7 @@ class BoundCall(NamedTuple):
         return names
 
     def micro_batch(self, function: StepFunction, micro: int) -> BoundCall:
-        """The call with the first of `micro` equal parts of the batch. Each part has all scalars.
+        """The call with the first of `micro` equal parts of the batch. Scalars belong to every part.
 
         Raises: ValueError that names a leaf of the batch that cannot be cut.
         """
@@ -173,32 +172,32 @@ class BoundCall(NamedTuple):
 
 
 def _first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
-    """The first of `micro` equal parts of a leaf of the batch; a scalar belongs to all of them.
+    """The first of `micro` equal parts of a leaf of the batch. A scalar is not cut.
 
     Raises: ValueError that names the leaf if it cannot be cut.
     """
     if not x.ndim:
         return x
-    why = ""
+    problem = ""
     if isinstance(x, DTensor):
-        why = "is a DTensor"
+        problem = "is a DTensor"
     elif x.shape[0] % micro:
-        why = f"has {x.shape[0]} rows"
-    if why:
+        problem = f"has {x.shape[0]} rows"
+    if problem:
         raise ValueError(
-            f"accumulate: {path} {why}, which cannot be cut into {micro} equal parts.\n"
+            f"accumulate: {path} {problem}, which cannot be cut into {micro} equal parts.\n"
             f"Pad the batch or drop its last rows, or take a number of micro-batches that divides it."
         )
     return x[: x.shape[0] // micro]
 
 
 def _check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that all leaves of a batch, given with their paths, can have the rows of the same samples.
+    """Check that all leaves of a batch, with their paths, can have rows of the same samples.
 
-    Raises: ValueError that names a leaf, such as a table, whose rows are no multiple of those of the smallest leaf.
+    Raises: ValueError that names a leaf, such as a table, if its number of rows is not a multiple of the smallest one.
     """
     rows = {path: x.shape[0] for path, x in leaves if x.ndim and x.shape[0]}
-    smallest = min(rows, key=rows.__getitem__, default="")
+    smallest = min(rows, key=lambda path: rows[path], default="")
     for path, count in rows.items():
         if count % rows[smallest]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Errors of leaves that can be neither inputs nor constants of a program."""
+"""The errors of leaves that can be neither inputs nor constants of a program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _advice(leaf: Any, otherwise: str) -> str:
-    """What to do with an object that is neither a leaf nor a container that PyTorch knows."""
+    """The remedy for an object that PyTorch knows neither as a leaf nor as a container."""
     name = type(leaf).__name__
     if isinstance(leaf, Iterator):
         return "Call next(...) outside of the step, and pass the value in."

@@ -1,4 +1,4 @@
-"""Python's global state inside a context: attributes of the objects of a library, and garbage collection."""
+"""Change global state inside a context: attributes of a library's objects, and garbage collection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of `owner` have other values inside. What it inherited before, it inherits afterwards.
+    """Set attributes of `owner` inside the context. Attributes that it inherited are inherited again afterwards.
 
     >>> with patched(owner := type("Owner", (), {"size": 1})(), size=2):
     ...     owner.size
@@ -27,16 +27,16 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-        # A property keeps its value elsewhere.
+        # A property stores its value elsewhere, so `vars(owner)` may not have the name.
         for name in inherited & vars(owner).keys():
             delattr(owner, name)
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage inside the context.
+    """Disable garbage collection inside the context.
 
-    Each collection would walk the growing graph, and the time of a trace would be quadratic in its length.
+    Each collection would walk the growing graph, so the time of a trace would be quadratic in its length.
     """
     was_enabled = gc.isenabled()
     gc.disable()

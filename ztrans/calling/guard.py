@@ -1,10 +1,10 @@
-"""The guard of a program recognises a call like the last one without examining it.
+"""Recognise a call that is like the last call of a program, so that it needs no examination.
 
-In a loop every step gets the state that the step before it returned, and a batch like the one before. So what was found
-out about the last call is still true: its signature, the layout of its leaves, and that they share no memory.
-Recognising the state takes a fraction of a microsecond a leaf. A leaf that was replaced, resized, moved or laid out in
-another way since then is noticed, and the call is then examined as a new one. A tensor with the properties and the
-memory of a leaf is as good as that leaf.
+In a loop every step gets the state that the previous step returned, and a batch like the previous one. So the facts
+about the last call still hold: its signature, the layout of its leaves, and that they share no memory. Recognising the
+state takes a fraction of a microsecond per leaf. A leaf that was replaced, resized, moved or stored in another layout
+is detected, and the call is examined as a new one. A tensor with the properties and the memory of a leaf counts as that
+leaf.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -30,7 +30,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Guard:
-    """The last call of a program, with the state that it returned. It keeps no tensor alive.
+    """The last call of a program, with the state that it returned. It keeps no tensor of the caller alive.
 
     Args:
         call: the call.
@@ -57,9 +57,9 @@ class Guard:
         self._numbers: dict[int, torch.Tensor] = {}
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
-        """The inputs of a call of which everything is as in the last one; None for another call.
+        """The inputs of a call that is like the last one; None for any other call.
 
-        An argument in the storage of a leaf of the state makes it another call.
+        A call is not like the last one if an argument is in the storage of a leaf of the state.
         """
         if call.keywords != self._keywords or surroundings != self._surroundings:
             return None
@@ -69,8 +69,8 @@ class Guard:
         state = self._state.match(call.state)
         if state is None:
             return None
-        for place, snapshot in self._snapshots.items():
-            if not snapshot.is_unchanged(state, place):
+        for position, snapshot in self._snapshots.items():
+            if not snapshot.is_unchanged(state, position):
                 return None
         for i in self._inputs:
             if isinstance(arguments[i], torch.Tensor):
@@ -83,33 +83,33 @@ class Guard:
         return state
 
     def _number(self, i: int, number: Any) -> torch.Tensor:
-        """A number as a tensor. The tensor of the last call serves again, unless the caller has written to it."""
+        """A number as a tensor. The tensor of the last call is reused, if it still has the same value."""
         tensor = self._numbers.get(i)
-        # 0.0 equals -0.0, and gives other results: a tensor of zero does not serve again.
+        # 0.0 equals -0.0 but gives other results, so a tensor of zero is never reused.
         if tensor is None or type(number) is not float or number == 0 or tensor.item() != number:
             tensor = as_tensor(number)
             self._numbers[i] = tensor
         return tensor
 
     def _is_like(self, arguments: list) -> bool:
-        """Whether the arguments other than the state have the properties of the last ones."""
-        # They differ, for instance, if a container is where a leaf was.
+        """Whether the arguments after the state have the same properties as in the last call."""
+        # The types differ, for instance, if a container is where a leaf was.
         if list(map(type, arguments)) != self._kinds:
             return False
         for x, last in zip(arguments, self._batch):
-            # All floats have the same signature, and a lifted loop has many.
+            # All floats have the same signature, and a lifted loop passes many.
             if type(x) is not float and Leaf.of(x, is_state=False) != last:
                 return False
         return True
 
 
 class KnownState:
-    """The properties of a state, and the memory that it is in."""
+    """The properties and the memory addresses of a state."""
 
     def __init__(self, state: Any) -> None:
         self._tree = KnownTree(state)
         leaves = self._tree.leaves(state) or []
-        # These must be the same objects: the local tensor of a DTensor, for instance, does not tell its layout.
+        # These must stay the same objects: the local tensor of a DTensor, for instance, does not show its layout.
         self._references = [
             (i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN
         ]
@@ -118,20 +118,20 @@ class KnownState:
         # Their local tensors, which are compared, never require gradients.
         self._distributed_trained = self._distributed_requires_grad(leaves)
         tensors = self._local(leaves)
-        # Types, sizes, strides, dtypes and devices, in the way in which TorchDynamo compares them.
+        # Types, sizes, strides, dtypes and devices, compared as TorchDynamo does.
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
         self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
     def match(self, state: Any) -> Inputs | None:
-        """The leaves of `state`, if it is the known state and has not changed; else None."""
+        """The leaves of `state` and their tensors, if it is the known state and has not changed; else None."""
         leaves = self._tree.leaves(state)
         if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
             return None
         if self._distributed_requires_grad(leaves) != self._distributed_trained:
             return None
         tensors = self._local(leaves)
-        # A leaf that is not a tensor now is a TypeError.
+        # A leaf that is no longer a tensor raises a TypeError here.
         try:
             if not self._guards.check(*tensors):
                 return None
@@ -144,7 +144,7 @@ class KnownState:
         return Inputs(leaves, tensors)
 
     def shares_storage(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is in a storage in which a leaf is too."""
+        """Whether a tensor is in the storage of a leaf."""
         return x.untyped_storage().data_ptr() in self._storages
 
     def _distributed_requires_grad(self, leaves: Sequence[torch.Tensor]) -> list[bool]:
@@ -152,22 +152,22 @@ class KnownState:
         return [leaves[i].requires_grad for i in self._distributed]
 
     def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that this rank holds of the leaves."""
+        """This rank's tensors of the leaves."""
         tensors = list(leaves)
-        # Without `to_local` and torch.no_grad(), whose effect an interrupt could leave on.
+        # Not by `to_local` under torch.no_grad(): an interrupt could leave gradients off.
         for i in self._distributed:
             tensors[i] = tensors[i]._local_tensor  # type: ignore[attr-defined]
         return tensors
 
 
 class KnownTree:
-    """The structure of a tree: its containers with their types and keys, and its leaves.
+    """The structure of a tree: its containers with their types and keys, and the positions of its leaves.
 
-    It finds the leaves of a tree of the same structure faster than PyTorch flattens one.
+    It finds the leaves of a tree of the same structure faster than PyTorch's flatten.
     """
 
     def __init__(self, tree: Any) -> None:
-        # For each container its position among all nodes, its type and its keys.
+        # For each container: its position among all nodes, its type, and its keys.
         self._containers: list[tuple[int, Any, Any]] = []
         # The positions of the leaves, from left to right.
         self._leaves: list[int] = []
@@ -175,22 +175,22 @@ class KnownTree:
         self._record(tree, 0)
 
     def _record(self, node: Any, position: int) -> None:
-        """Note what is at a position and under it."""
+        """Record the node at a position, and its descendants."""
         children, keys = _children(node)
         if children is None:
             self._leaves.append(position)
             return
         self._containers.append((position, type(node), keys))
-        # The method `leaves` meets containers in this order, and appends the children of each to the nodes before.
+        # `leaves` visits the containers in this order, and appends the children of each to its list of nodes.
         first = self._num_nodes
         self._num_nodes += len(children)
         for k, child in enumerate(children):
             self._record(child, first + k)
 
     def leaves(self, tree: Any) -> list[Any] | None:
-        """The leaves of a tree of this structure, as if it was flattened; None for another one.
+        """The leaves of a tree of this structure, in the order of a flatten; None for another structure.
 
-        Something else may be in the place of a leaf.
+        A leaf is not examined: it may be a container.
         """
         nodes: list[Any] = [tree]
         for position, kind, keys in self._containers:
@@ -214,14 +214,14 @@ class KnownTree:
 
 
 def _children(node: Any) -> tuple[list | None, Any]:
-    """The children of a container, and what tells it from others of its type; None for a leaf."""
+    """The children of a container, and its keys, length or context, which must stay equal; None for a leaf."""
     if type(node) is dict:
         return [*node.values()], [*node]
     if type(node) is list or type(node) is tuple:
         return [*node], len(node)
-    # One level is flattened. `tree_flatten` makes a reference cycle with `is_leaf`, which must not hold the node.
-    itself = id(node)
-    children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != itself)
+    # Flatten one level. `tree_flatten` makes a reference cycle with `is_leaf`, which must not keep the node alive.
+    node_id = id(node)
+    children, structure = pytree.tree_flatten(node, is_leaf=lambda x: id(x) != node_id)
     if structure.is_leaf():
         return None, None
     return children, structure

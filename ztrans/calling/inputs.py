@@ -17,14 +17,14 @@ from .signature import is_number
 
 
 class Inputs(NamedTuple):
-    """The inputs of a program in a call: the state as the caller passed it, and what this rank has of each input."""
+    """The inputs of a program in a call: the state as the caller passed it, and this rank's tensor of each input."""
 
     state: Sequence[Any]
     tensors: list[torch.Tensor]
 
 
 class KnownValue(NamedTuple):
-    """An input whose value the step read while it was traced. The program is valid for this value only.
+    """An input whose value the step read while it was traced. The program is valid only for this value.
 
     Attributes:
         position: the index of the input, a leaf of the state, among the inputs of the program.
@@ -37,10 +37,10 @@ class KnownValue(NamedTuple):
     source: Source | None
 
     def is_in(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf has this value, bit for bit. Of a DTensor, only this rank's part is compared."""
+        """Whether a leaf has this value, bit for bit. For a DTensor, only this rank's part is compared."""
         value = self.value
         if isinstance(leaf, DTensor):
-            # Without a source rank, each rank cuts its own copy and nothing is sent.
+            # Without a source rank, each rank cuts its own copy, and nothing is sent.
             part = distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None)
             value = part.to_local()
         return have_equal_bits(value, local_part(leaf))
@@ -60,12 +60,12 @@ def check_state(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 
 
 def computed_local_part(x: Any) -> torch.Tensor:
-    """What this rank has of an argument that a step only reads, with its values: lazy conjugates are computed."""
+    """This rank's part of an argument that a step only reads. Lazy conjugates and negations are computed."""
     return local_part(x).resolve_conj().resolve_neg()
 
 
 def local_part(x: Any) -> torch.Tensor:
-    """What this rank has of an argument: the local tensor of a DTensor, a tensor for a number; without gradients."""
+    """This rank's part of an argument, detached: the local tensor of a DTensor, a tensor for a number."""
     x = x.to_local() if isinstance(x, DTensor) else as_tensor(x)
     return x.detach() if x.requires_grad else x
 
@@ -90,7 +90,7 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
-    """Check that the leaves of the state which a step keeps on the host are there, where its GPU can copy them.
+    """Check that the leaves which a step keeps on the host are in memory that its GPU can copy.
 
     Raises: TypeError that names the leaf.
     """
@@ -107,12 +107,12 @@ def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def device_of(inputs: Iterable[torch.Tensor]) -> torch.device | None:
-    """The first GPU on which an input is, or None. Others may be on the host."""
+    """The GPU of the first input on a GPU, or None. Other inputs may be on the host."""
     return next((x.device for x in inputs if x.is_cuda), None)
 
 
 def _not_writable(graph: Graph, reason: str) -> TypeError:
-    """A state that a step cannot write in place."""
+    """The error of a state that a step cannot write in place."""
     return TypeError(
         f"{graph.name}: {reason}, and a step writes its state in place.\n"
         f"Call `state = step.shard(state)` once, before the loop: it copies."
@@ -120,34 +120,34 @@ def _not_writable(graph: Graph, reason: str) -> TypeError:
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor, and of the one after its last byte."""
+    """The addresses of the first byte of a tensor, and of the byte after the last one."""
     start = x.data_ptr()
     return start, start + extent(x)
 
 
 def extent(x: torch.Tensor) -> int:
-    """How many bytes lie between the first byte of a tensor and its last one, both included."""
+    """The number of bytes from the first byte of a tensor to its last one, both included."""
     count = x.numel()
     # There may be gaps between its elements.
     if count and not x.is_contiguous():
-        count = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+        count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
     return count * x.itemsize
 
 
 def overlapping(
     tensors: Sequence[torch.Tensor], span_of: Callable[[torch.Tensor], tuple[Any, Any]] = span
 ) -> Iterator[tuple[int, int]]:
-    """For each tensor that shares memory with one that begins before it: their positions.
+    """The positions of pairs of tensors that share memory: one for each tensor that begins inside another one.
 
-    `span_of` says where a tensor begins and ends.
+    `span_of` gives the begin and the end of a tensor.
     """
     spans = [(*span_of(x), i) for i, x in enumerate(tensors) if x.numel()]
     # The end of the memory of the tensors so far, and the position of the tensor that ends there.
-    farthest: Any = None
-    last = 0
+    farthest_end: Any = None
+    farthest = 0
     for start, end, i in sorted(spans):
-        if farthest is not None and start < farthest:
-            yield last, i
-        if farthest is None or end > farthest:
-            farthest = end
-            last = i
+        if farthest_end is not None and start < farthest_end:
+            yield farthest, i
+        if farthest_end is None or end > farthest_end:
+            farthest_end = end
+            farthest = i

@@ -1,8 +1,8 @@
-"""The values of meta leaves when `shard` allocates memory for them.
+"""The values that `shard` gives to meta leaves when it allocates memory for them.
 
 Some values are known: the moments and step counts of a new optimizer are zeros. `ValuesOfMeta` records them while the
-optimizer makes its state. Every other leaf is filled with NaN (zeros if it holds integers or bools) and marked as
-unwritten. The first step refuses a marked leaf that nobody has written to.
+optimizer makes its state. `shard` fills every other leaf with NaN (zeros if it holds integers or bools) and records it
+as unwritten. The first step refuses a leaf that is still unwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Number = float | int | bool
 _values = WeakIdKeyDictionary()  # a meta tensor -> the value of all of its elements
 _unwritten = WeakIdKeyDictionary()  # a filled leaf -> the version of its memory after the fill
 
-# Operations that make a tensor of equal elements, and how the arguments give their value.
+# Operations that make a tensor of equal elements, and the value of these by the arguments.
 _NUMBERS: Mapping[Any, Callable[[Sequence[Any]], Number]] = {
     aten.zeros: lambda args: 0,
     aten.zeros_like: lambda args: 0,
@@ -38,7 +38,7 @@ _NUMBERS: Mapping[Any, Callable[[Sequence[Any]], Number]] = {
 
 
 class ValuesOfMeta(TorchDispatchMode):
-    """Record the values of meta tensors that are created in this context with equal elements.
+    """Records the values of meta tensors that are created with equal elements inside the context.
 
     >>> with ValuesOfMeta():
     ...     moments = torch.zeros_like(torch.empty(2, device="meta"))
@@ -62,7 +62,7 @@ def value_of_meta(leaf: torch.Tensor) -> Number | None:
 
 
 def fill_of(leaf: torch.Tensor) -> Number:
-    """The value with which `shard` fills a meta leaf: its own if known, else NaN, or 0 in dtypes without NaN."""
+    """The number that `shard` fills a meta leaf with: its value if known, else NaN, or 0 in dtypes without NaN."""
     value = value_of_meta(leaf)
     if value is not None:
         return value
@@ -70,15 +70,15 @@ def fill_of(leaf: torch.Tensor) -> Number:
 
 
 def mark_unwritten(leaf: torch.Tensor, of_meta: Any) -> None:
-    """Mark a leaf that was allocated for the meta tensor `of_meta`, unless the value of that tensor is known."""
+    """Record a leaf as unwritten if it was allocated for a meta tensor, `of_meta`, of unknown value."""
     if isinstance(of_meta, torch.Tensor) and of_meta.is_meta and value_of_meta(of_meta) is None:
         _unwritten[leaf] = _memory(leaf)._version
 
 
 def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> None:
-    """Check that each leaf of a state was written to after `shard` allocated it.
+    """Check that somebody has written to each leaf of a state since `shard` allocated it.
 
-    A leaf that was written loses its mark, so it is checked once.
+    A written leaf is no longer recorded, so it is examined once.
 
     Raises: ValueError that names the unwritten leaves.
     """
@@ -89,7 +89,7 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
         version = _unwritten.get(leaf) if isinstance(leaf, torch.Tensor) else None
         if version is None:
             continue
-        if _is_unwritten(_memory(leaf), version):
+        if _still_has_fill(_memory(leaf), version):
             unwritten.append(path)
         else:
             del _unwritten[leaf]
@@ -102,17 +102,17 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
 
 
 def _memory(leaf: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a leaf, whose version counts the writes."""
+    """This rank's part of a leaf. Its version counts the writes."""
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
-def _is_unwritten(memory: torch.Tensor, version: int) -> bool:
-    """Whether a leaf still has the elements with which `shard` filled it.
+def _still_has_fill(memory: torch.Tensor, version: int) -> bool:
+    """Whether a leaf still has the elements that `shard` filled it with.
 
-    A write through `leaf.data` leaves the version as it is, so the elements are compared too.
+    A write through `leaf.data` does not change the version, so the elements are compared too.
     """
     if memory._version != version or not memory.numel():
         return False
-    return bool(
-        (memory.isnan() if memory.is_floating_point() or memory.is_complex() else memory == 0).all()
-    )
+    if memory.is_floating_point() or memory.is_complex():
+        return bool(memory.isnan().all())
+    return bool((memory == 0).all())

@@ -1,10 +1,10 @@
-"""Choose what the random generators of Python and NumPy draw next.
+"""Choose the next draws of the random generators of Python and NumPy.
 
-Two traces of a step may draw alike by chance, above all where a number is compared with a small probability. So a step
-that draws in Python is traced with the lowest draws and with the highest ones: where its program depends on a draw,
-these programs differ.
+Two traces of a step may take the same branch by chance, above all if it compares a draw with a small probability. So a
+step that draws in Python is traced with the lowest draws and with the highest: if its program depends on a draw, these
+programs differ.
 
-Both generators are Mersenne Twisters, whose state is a public list of words. Each word gives 32 bits of a draw.
+Both generators are Mersenne Twisters. Their state is a public list of words, each of which gives 32 bits of a draw.
 """
 
 from __future__ import annotations
@@ -18,42 +18,44 @@ import numpy
 # With these words `random.random()` gives 1.5e-8, and `random.choice` takes the first entry.
 LOWEST = [64] * 400
 # With these words `random.random()` gives 1 - 1.5e-8. `random.choice` rejects the first 300, which are larger than any
-# position; with the others it takes an entry that is not the first, if there is another.
+# position. With the other words it takes an entry other than the first, if there is one.
 HIGHEST = [0xFFFFFFBF] * 300 + [0x7FFFFF01] * 100
 
 
 @contextlib.contextmanager
 def next_draws(words: Sequence[int]) -> Iterator[None]:
-    """Inside, the generators first draw these words, and then random ones. Afterwards they are as before.
+    """Make the generators draw these words first, inside the context. Afterwards they continue as before it.
 
     Without words, the context does nothing.
     """
     if not words:
         yield
         return
-    python = random.getstate()
-    of_numpy = numpy.random.get_state(legacy=False)
-    chosen = [_word_of_state(word) for word in words]
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state(legacy=False)
+    state_words = [_word_of_state(word) for word in words]
+    count = len(state_words)
     try:
-        version, (*state, _), _ = python
-        random.setstate((version, (*chosen, *state[len(chosen) :], 0), None))
+        version, (*old_words, _), _ = python_state
+        random.setstate((version, (*state_words, *old_words[count:], 0), None))
         # A caller may have set another kind of generator.
-        if of_numpy["bit_generator"] == "MT19937":
-            key = numpy.array([*chosen, *of_numpy["state"]["key"][len(chosen) :]], numpy.uint32)
+        if numpy_state["bit_generator"] == "MT19937":
+            numpy_words = numpy_state["state"]["key"]
+            key = numpy.array([*state_words, *numpy_words[count:]], numpy.uint32)
             numpy.random.set_state(("MT19937", key, 0, 0, 0.0))
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
-def _word_of_state(drawn: int) -> int:
-    """The word of a state for which a Mersenne Twister draws these 32 bits: its tempering, backwards."""
-    y = drawn
+def _word_of_state(bits: int) -> int:
+    """The word of a state for which a Mersenne Twister draws these 32 bits: the inverse of its tempering."""
+    y = bits
     y ^= y >> 18
     y ^= (y << 15) & 0xEFC60000
     word = y
-    # Each turn finds 7 more bits.
+    # Each iteration finds 7 more bits.
     for _ in range(4):
         word = y ^ ((word << 7) & 0x9D2C5680)
     return word ^ (word >> 11) ^ (word >> 22)

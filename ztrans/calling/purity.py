@@ -1,16 +1,16 @@
 """Trace a step, and refuse it if its Python code would have to run again in each call.
 
-Python runs only while a step is traced, and a program repeats none of its side effects. So what the step reads (see
-`reads`) and the states of the random generators are compared before and after the trace. If
+Python runs only while a step is traced, and a program repeats none of its side effects. So the values that the step
+reads (see `reads`) and the states of the random generators are compared before and after the trace. If
 
 - nothing has changed, the program is valid;
 - PyTorch's generator has changed, the step seeds it or sets its state, and is refused;
-- a value that it reads has changed, the step is traced again. A step that only prepares itself in its first run changes
-  nothing in the second, and has the same program. Any other is refused;
-- it has drawn in Python or NumPy, it is traced twice more, with the lowest draws and with the highest ones (see
+- a value that the step reads has changed, it is traced again. A step that only initializes itself in its first run
+  changes nothing in the second, and has the same program. Any other step is refused;
+- the step has drawn in Python or NumPy, it is traced twice more, with the lowest draws and with the highest (see
   `next_draws`). It is refused if its programs differ.
 
-The values that a trace has changed are not put back.
+The values that a trace has changed are not restored.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ T = TypeVar("T", bound=HasGraph)
 
 
 def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name: str) -> T:
-    """Call `record`, and return its last trace.
+    """Call `record`, once or more, and return its last trace.
 
-    Its program is also valid for the values before the first trace, which gave the same program.
+    The program is also valid for the values before the first trace, which gave the same program.
 
-    Raises: ImpureStepError that names what changed, with the user's lines.
+    Raises: ImpureStepError that names the changes, with the user's lines.
     """
     reads_before = reads.values()
     states_before = _generator_states()
@@ -69,22 +69,22 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
             generators_drawn.append(name)
     # Draws of a traced step do not move PyTorch's generator, so the step has seeded it or set its state.
     if _TORCH in generators_drawn:
-        raise _seeds(reads, step_name)
+        raise _seeding_error(reads, step_name)
     if reads_after == reads_before and not generators_drawn:
         return first
 
-    # A step that only prepares itself in its first run changes nothing in a second trace, and its program is the same.
-    chosen_draws = [LOWEST, HIGHEST] if generators_drawn else [()]
-    for words in chosen_draws:
+    # A step that only initializes itself in its first run changes nothing in a second trace, and has the same program.
+    draws_to_try = [LOWEST, HIGHEST] if generators_drawn else [()]
+    for words in draws_to_try:
         with next_draws(words):
-            again = record()
+            latest = record()
         changes = reads_after.changes(reads.values())
         if changes:
             raise ImpureStepError(
                 f"trace: {step_name} changes what it reads, and its program will not do so again:\n"
                 f"{_listed(changes)}{_KEEP}"
             )
-        difference = first_difference(first.graph, again.graph)
+        difference = first_difference(first.graph, latest.graph)
         if difference:
             draws = [f"it draws from {name}" for name in generators_drawn]
             raise ImpureStepError(
@@ -92,10 +92,10 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
                 f"trace changed:\n{_listed(reads_before.changes(reads_after) + draws)}{difference}\n"
                 f"{_DRAW if draws else _KEEP}"
             )
-    return again
+    return latest
 
 
-def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
+def _seeding_error(reads: Reads, step_name: str) -> ImpureStepError:
     lines = [reads.attributes[name].where for name in _SEEDING if name in reads.attributes]
     return ImpureStepError(
         f"trace: {step_name} seeds {_TORCH} or sets its state, and its program will not do so.\n"
@@ -105,13 +105,13 @@ def _seeds(reads: Reads, step_name: str) -> ImpureStepError:
 
 
 def first_difference(first: Graph, second: Graph) -> str:
-    """The first line in which two programs differ, as each of them has it; empty if they are equal.
+    """The first line that differs between two programs, from both of them; empty if they are equal.
 
     >>> from ztrans.ir.graph import Eqn, Var
     >>> x = Var("x", torch.float32, (2, 2))
     >>> formats = torch.contiguous_format, torch.preserve_format
     >>> y = Var("y", torch.float32, (2, 2))
-    >>> clones = [Eqn(torch.ops.aten.clone.default, (x,), (y,), {"memory_format": each}) for each in formats]
+    >>> clones = [Eqn(torch.ops.aten.clone.default, (x,), (y,), {"memory_format": f}) for f in formats]
     >>> first_difference(*(Graph("step", (x,), (e,), (y,), 1) for e in clones))
     '  in an overload, or in an argument that the text leaves out, such as a memory format'
     """
@@ -140,7 +140,7 @@ def _listed(changes: list[str]) -> str:
 
 
 def _generator_states() -> dict[str, object]:
-    """The states of the generators that all code shares, by name."""
+    """The states of the global generators, by name."""
     return {
         "Python's random": random.getstate(),
         # As bytes, because `==` compares arrays and tensors element by element.

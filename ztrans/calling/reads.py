@@ -1,10 +1,10 @@
-"""The Python values that a step reads besides its arguments.
+"""Find and compare the Python values that a step reads in addition to its arguments.
 
-They are constants of a program, so the step is traced again when one of them changes. They are numbers, strings, bools,
-None, dtypes, devices and enums, and short containers of these. A step reads the closures, globals, defaults, and
-attributes of the user's objects and classes that its code names, or the code of the user's functions that it calls by
-name. Of an nn.Module that it reaches all plain attributes count, because libraries read these too. Everything else is
-fixed when the step is traced.
+They are constants of a program, so the step is traced again when one of them changes: numbers, strings, bools, None,
+dtypes, devices and enums, and short containers of these. A step reads the closures, globals and defaults, and the
+attributes of the user's objects and classes, that its code names. Its code includes the user's functions that it calls
+by name. All plain attributes of an nn.Module that it reaches count, because libraries read these too. Everything else
+is fixed when the step is traced.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -34,15 +34,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..ir.source import Source, is_library, is_user_code
 
-# The most entries of a container that is read, with the entries of containers in it.
+# A container with more entries, nested ones included, is not read.
 LONGEST = 100
 
-# The most characters of a value in a message.
+# Messages cut the text of a value after this number of characters.
 _LONGEST_TEXT = 80
 
 _TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PYTHON_TYPES = (int, float, complex, bool, str, bytes, type(None), types.CodeType)
-# Constants have one of these types, or a type that is derived from one of the bases.
+# A constant has one of these types, or a subclass of one of the bases.
 _CONSTANT_TYPES = frozenset([*_PYTHON_TYPES, *_TORCH_TYPES])
 _CONSTANT_BASES = (
     numbers.Number,
@@ -57,13 +57,14 @@ _CONSTANT_BASES = (
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# The attributes that nn.Module itself sets.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 # A lifted step takes these attributes of optimizers and schedulers as inputs.
-_INPUTS = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr")
+_INPUT_ATTRIBUTES = ("defaults", "param_groups", "state", "last_epoch", "base_lrs", "_last_lr")
 # A step does not call these methods of an object that existed before it.
-_NOT_CALLED = ("__new__", "__init_subclass__", "__repr__", "__str__")
-# Functions that get the name of an attribute as text: getattr(args, "rate", 0.5).
-_BY_NAME = frozenset({"getattr", "hasattr"})
+_UNCALLED_METHODS = ("__new__", "__init_subclass__", "__repr__", "__str__")
+# Functions that take the name of an attribute as text: getattr(args, "rate", 0.5).
+_ATTRIBUTE_READERS = frozenset({"getattr", "hasattr"})
 _DEFAULTS = {"__defaults__": "a default", "__kwdefaults__": "a keyword default"}
 
 
@@ -72,9 +73,12 @@ class _Absent:
 
 
 class Place(NamedTuple):
-    """A variable or an attribute that a step reads: its name, the user's line that writes it, and how to read it.
+    """A variable or an attribute that a step reads.
 
-    Where no line writes it, `source` is the first line that reads it.
+    Attributes:
+        name: its name in messages.
+        source: the user's line that writes it, or else the first line that reads it.
+        reader: returns its present value.
     """
 
     name: str
@@ -84,7 +88,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadValues:
-    """What a step reads at one time. Equal values share a program."""
+    """The values that a step reads at one time. Equal values share a program."""
 
     names: tuple[str, ...]
     values: tuple
@@ -112,7 +116,7 @@ class ReadValues:
         return changes
 
     def _by_place(self) -> dict[tuple[Any, ...], Any]:
-        """The values by name and line. Closures that one function made share both, so these are numbered."""
+        """The values by name, line and number. Closures from one function have the same names and lines."""
         counts: Counter[tuple[Any, ...]] = Counter()
         by_place = {}
         for *place, value in zip(self.names, self.sources, self.values):
@@ -123,14 +127,17 @@ class ReadValues:
 
 
 class Reads:
-    """The places that a step reads, and what was there last.
+    """The places that a step reads, and the values that they had last.
 
-    The places are found once, and again only if a function or an object is replaced by another one, or if an object
-    gets or loses an attribute. `attributes` has all attributes that the code names, with its lines.
+    The places are searched once, and again only if a function or an object is replaced by another one, or if an object
+    gets or loses an attribute.
 
     Args:
         fn: the function of the step.
-        modules: modules that the step reads, which its code may reach in other ways than by their names.
+        modules: modules that the step reads, even if its code does not name them.
+
+    Attributes:
+        attributes: all attributes that the code names, with its lines.
     """
 
     def __init__(self, fn: Callable, modules: Sequence[nn.Module] = ()) -> None:
@@ -140,31 +147,31 @@ class Reads:
         self._find()
 
     def values(self) -> ReadValues:
-        """The present values: the same object as last time if they are equal."""
-        present = [reader() for reader in self._readers]
+        """The present values: the same object as in the last call if they are equal."""
+        objects = [reader() for reader in self._readers]
         entries = self._entries_of_containers()
-        has_grown = list(map(len, self._namespaces)) != self._sizes
-        # In most calls every place has the object of the last call, and nothing is compared by `==`.
+        has_new_sizes = list(map(len, self._namespaces)) != self._sizes
+        # In most calls every place has the same object as in the last call, and nothing is compared by `==`.
         has_same_entries = _same(entries, self._entries)
-        if has_same_entries and not has_grown and _same(present, self._present):
+        if has_same_entries and not has_new_sizes and _same(objects, self._objects):
             return self._values
 
-        different = [new for new, old in zip(present, self._present) if new is not old]
+        new_objects = [new for new, old in zip(objects, self._objects) if new is not old]
         if not has_same_entries:
-            different += entries
-        if has_grown or any(map(_leads_further, different)):
+            new_objects += entries
+        if has_new_sizes or any(map(_leads_further, new_objects)):
             self._find()
         else:
-            self._remember(present)
+            self._remember(objects)
         return self._values
 
     def present(self) -> Iterator[tuple[str, Any]]:
-        """What is in the places now, by their names."""
+        """The names of the places, each with its present value."""
         for name, reader in zip(self._names, self._readers):
             yield name, reader()
 
     def _find(self) -> None:
-        """Find the places, and read them."""
+        """Search the places, and read them."""
         search = _Search()
         search.visit(self._fn, getattr(self._fn, "__name__", "the step"))
         for module in self._modules:
@@ -179,12 +186,12 @@ class Reads:
         self._sizes = list(map(len, self._namespaces))
         self._remember([reader() for reader in self._readers])
 
-    def _remember(self, present: list) -> None:
-        """Keep what is in the places now. `_values` stays the same object if it is equal."""
-        self._present = present
-        self._containers = list(filter(_is_mutable, present))
+    def _remember(self, objects: list) -> None:
+        """Store the present objects of the places. `_values` stays the same object if it is equal."""
+        self._objects = objects
+        self._containers = list(filter(_is_mutable, objects))
         self._entries = self._entries_of_containers()
-        values = ReadValues(self._names, tuple(map(_constant, present)), self._sources)
+        values = ReadValues(self._names, tuple(map(_constant, objects)), self._sources)
         if values != self._values:
             self._values = values
 
@@ -201,16 +208,16 @@ def _same(first: Sequence, second: Sequence) -> bool:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Whether a value is a container whose entries may change, or has such a container in it."""
+    """Whether a value is a container whose entries may change, or a tuple that holds one."""
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))
     return isinstance(value, list | set | dict)
 
 
 def _entries(container: Any) -> list:
-    """The entries of a short container, and of the containers in it. A long one is data, and is not read."""
+    """The entries of a short container, and of the containers in it. A long container is data: it is not read."""
     entries: list[Any] = [container]
-    # The list grows meanwhile.
+    # The list grows in the loop.
     for entry in entries:
         if isinstance(entry, _CONTAINERS):
             if len(entries) + len(entry) > LONGEST + 1:
@@ -222,7 +229,7 @@ def _entries(container: Any) -> list:
 
 
 def _constant(value: Any) -> Any:
-    """What a program is specialised on in a value: its type if the value is not a constant."""
+    """The part of a value that a program is specialised on: only its type if it is not a constant."""
     kind = type(value)
     if value is _Absent:
         return _Absent
@@ -257,19 +264,19 @@ def _constants(container: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is one that programs are specialised on, and that leads to no others."""
+    """Whether programs are specialised on a value, and no other place can be reached from it."""
     return type(value) in _CONSTANT_TYPES or isinstance(value, _CONSTANT_BASES)
 
 
 def _leads_further(value: Any) -> bool:
-    """Whether other places may be reached from a value: from a function, or an object with attributes."""
+    """Whether other places may be reached from a value, such as a function or an object with attributes."""
     if isinstance(value, _CONTAINERS):
         return any(map(_leads_further, _entries(value)))
     return type(value) is not torch.Tensor and not is_constant(value)
 
 
 def _text(constant: Any) -> str:
-    """A constant as messages show it."""
+    """A constant in a message."""
     if not isinstance(constant, tuple):
         return "absent" if constant is _Absent else f"a {constant.__name__}"
     kind, content = constant
@@ -287,32 +294,32 @@ def _text(constant: Any) -> str:
 
 
 def _head(code: types.CodeType) -> Source:
-    """The line on which the definition of a function begins."""
+    """The first line of the definition of a function."""
     return Source(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
 class _Search:
-    """The places that the code of a function, and of the user's functions that it calls, can read."""
+    """Finds the places that the code of a function, and of the user's functions that it calls, can read."""
 
     def __init__(self) -> None:
-        # By the id of the owner, and the name there.
+        # By the id of the owner, and the name in it.
         self.places: dict[tuple[int, str], Place] = {}
-        # The dicts of objects, in which attributes may appear.
+        # The dicts of objects. Attributes may be added to them.
         self.namespaces: list[Any] = []
         # The attributes that the code names, of any object.
         self.attributes: dict[str, Source] = {}
         # The objects whose attributes are places if the code names them.
         self._owners: list[tuple[str, Any]] = []
-        self._seen: dict[int, Any] = {}
+        # The visited values by their ids. The dict keeps them alive, so that the ids stay valid.
+        self._visited: dict[int, Any] = {}
 
     def visit(self, value: Any, name: str) -> None:
         """Follow a value: a function to the names in its code, an object to its methods."""
         if type(value) in _CONSTANT_TYPES or isinstance(value, torch.Tensor):
             return
-        if id(value) in self._seen:
+        if id(value) in self._visited:
             return
-        # It holds the values, so that their ids stay valid.
-        self._seen[id(value)] = value
+        self._visited[id(value)] = value
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -329,11 +336,11 @@ class _Search:
 
     def follow_attributes(self) -> None:
         """Add the attributes that the code names, until the code in them names no others."""
-        before = -1
-        while before != len(self._seen) + len(self.places):
-            before = len(self._seen) + len(self.places)
+        old_count = -1
+        while old_count != len(self._visited) + len(self.places):
+            old_count = len(self._visited) + len(self.places)
             for name, owner in list(self._owners):
-                # All attributes of a module are places already, and those of a class are found below.
+                # All attributes of a module are places already. Attributes of a class are found below.
                 if not isinstance(owner, nn.Module | type):
                     self._named_attributes(owner, name)
                 for base in _user_bases(owner):
@@ -355,7 +362,10 @@ class _Search:
     def _entry(
         self, mapping: Any, key: str, name: str, source: Source | None = None, owner: Any = None
     ) -> None:
-        """Add an entry of a dict. A class is its `owner`, because each `vars(cls)` is a new object, with a new id."""
+        """Add an entry of a dict.
+
+        For the dict of a class, `owner` is the class, because each `vars(cls)` is a new object, with a new id.
+        """
         reader = functools.partial(mapping.get, key, _Absent)
         self._place(mapping if owner is None else owner, key, name, reader, source)
 
@@ -371,7 +381,7 @@ class _Search:
         here = _head(code)
         read_code = functools.partial(getattr, f, "__code__")
         self._place(f, "__code__", f"the code of {f.__name__}", read_code, here)
-        # The code of a library is not read, but it may call functions that the user gave to it.
+        # The code of a library is not read, but it may call functions that the user passed to it.
         if is_library(code.co_filename):
             for variable, cell in _cells(f):
                 function = _contents(cell)
@@ -393,7 +403,7 @@ class _Search:
         for variable, source in names.globals.items():
             if variable in f.__globals__ or not hasattr(builtins, variable):
                 self._entry(f.__globals__, variable, variable, source)
-        # The first function that names an attribute gives its line.
+        # The line of an attribute comes from the first function that names it.
         self.attributes = names.attributes | self.attributes
 
     def _object(self, value: Any, name: str) -> None:
@@ -415,8 +425,10 @@ class _Search:
         self.namespaces += [vars(m), m._modules, m._parameters]
         is_users = is_user_code(type(m))
         for attribute in vars(m):
-            if attribute not in _OF_EVERY_MODULE and (is_users or not attribute.startswith("_")):
-                self._entry(vars(m), attribute, f"{name}.{attribute}")
+            # Private attributes count only in the user's own classes.
+            if attribute in _MODULE_ATTRIBUTES or (attribute.startswith("_") and not is_users):
+                continue
+            self._entry(vars(m), attribute, f"{name}.{attribute}")
         for child in m._modules:
             self._entry(m._modules, child, f"{name}.{child}")
         for parameter in m._parameters:
@@ -424,7 +436,7 @@ class _Search:
             self._place(m._parameters, parameter, f"{name}.{parameter}.requires_grad", reader)
 
     def _named_attributes(self, owner: Any, name: str) -> None:
-        inputs = _INPUTS if isinstance(owner, Optimizer | LRScheduler) else ()
+        inputs = _INPUT_ATTRIBUTES if isinstance(owner, Optimizer | LRScheduler) else ()
         for attribute in list(getattr(owner, "__dict__", ())):
             if attribute in self.attributes and attribute not in inputs:
                 self._entry(vars(owner), attribute, f"{name}.{attribute}")
@@ -441,7 +453,7 @@ class _Search:
 
 
 class _Names:
-    """The names in a code object, each with the line that writes it, or else the first that reads it."""
+    """The names in a code object, each with the line that writes it, or else the first line that reads it."""
 
     def __init__(self, code: types.CodeType) -> None:
         self.globals: dict[str, Source] = {}
@@ -464,13 +476,13 @@ class _Names:
                     names[instruction.argval] = source
         self.attributes = dict.fromkeys(_in_class_patterns(instructions), here) | self.attributes
 
-        # In code that calls `getattr`, any text may be the name of an attribute. The code of inner functions and of
-        # comprehensions is among the constants.
-        takes_names = not _BY_NAME.isdisjoint(self.globals)
+        # In code that calls `getattr`, any text may be the name of an attribute. Among the constants is also the code
+        # of inner functions and comprehensions.
+        calls_getattr = any(name in self.globals for name in _ATTRIBUTE_READERS)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._add(constant)
-            elif takes_names and isinstance(constant, str):
+            elif calls_getattr and isinstance(constant, str):
                 self.attributes.setdefault(constant, here)
 
     def _of_kind(self, kind: str) -> dict[str, Source] | None:
@@ -482,14 +494,14 @@ class _Names:
 
 
 def _in_class_patterns(instructions: Sequence[dis.Instruction]) -> Iterator[str]:
-    """The attributes that class patterns name, as `case Config(rate=r)` does."""
-    for before, instruction in itertools.pairwise(instructions):
+    """The attributes that class patterns name, such as `rate` in `case Config(rate=r)`."""
+    for previous, instruction in itertools.pairwise(instructions):
         if instruction.opname == "MATCH_CLASS":
-            yield from before.argval
+            yield from previous.argval
 
 
 def _cells(f: types.FunctionType) -> list[tuple[str, types.CellType]]:
-    """The variables of enclosing functions that a function reads, without the class of `super()`."""
+    """The variables of enclosing functions that a function reads, without the `__class__` of `super()`."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     return [(variable, cell) for variable, cell in cells if variable != "__class__"]
 
@@ -509,7 +521,7 @@ def _requires_grad(parameters: Mapping[str, nn.Parameter | None], name: str) -> 
 
 
 def _function_in(value: Any) -> Any:
-    """The function in an object of a library: in a property, a class method, a function with a cache."""
+    """The function inside an object of a library: a property, a class method, a cached function."""
     if isinstance(value, property):
         return value.fget
     if isinstance(value, classmethod | staticmethod):
@@ -524,11 +536,12 @@ def _user_bases(owner: Any) -> list[type]:
 
 
 def _is_implied(f: types.FunctionType, method: str, owner: Any) -> bool:
-    """Whether code may call a method without naming it. Dataclasses generate methods that it does not call."""
+    """Whether code may call a method without naming it."""
+    # Methods that a dataclass generates do not count.
     if f.__code__.co_filename == "<string>":
         return False
     if method == "forward":
         return isinstance(owner, nn.Module)
     if method == "__init__":
         return isinstance(owner, type)
-    return method.startswith("__") and method not in _NOT_CALLED
+    return method.startswith("__") and method not in _UNCALLED_METHODS

@@ -1,7 +1,7 @@
-"""What a program is made for. Calls with equal signatures share a program.
+"""The signature of a call, which is the key of its program: calls with equal signatures share a program.
 
-It is the tree of the arguments and what their leaves are, and the surroundings of the call: PyTorch's modes, the values
-that the step reads besides its arguments, and what an `ExtraInputs` adds.
+A signature holds the tree of the arguments, the types and layouts of their leaves, and the surroundings of the call:
+PyTorch's modes, the values that the step reads in addition to its arguments, and the constants of an `ExtraInputs`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Abstract(NamedTuple):
         return Var("", self.dtype, self.shape).type
 
     def empty(self, device_of_meta: str, requires_grad: bool) -> torch.Tensor:
-        """An uninitialised tensor like this, on its own device, or for a meta leaf on `device_of_meta`."""
+        """An uninitialised tensor of this kind, on its own device; for a meta leaf on `device_of_meta`."""
         device = device_of_meta if self.device == "meta" else self.device
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return empty.requires_grad_(requires_grad)
@@ -48,9 +48,7 @@ class Abstract(NamedTuple):
     def of(
         leaf: Any, is_state: bool, user_sharding: UserSharding | None = None
     ) -> Abstract | Constant:
-        """What a program knows of a leaf.
-
-        If the step itself divides the leaf, it is the part of this rank.
+        """A leaf without its value, or as a constant; of a leaf that the step itself divides, this rank's part.
 
         Raises: TypeError for a leaf that can be neither an input nor a constant.
         """
@@ -58,7 +56,7 @@ class Abstract(NamedTuple):
             return _INTEGER if isinstance(leaf, Integral) else _FLOAT
         if not isinstance(leaf, torch.Tensor):
             return Constant.of(leaf, is_state)
-        # State is stored contiguous, whatever strides the caller's leaf has.
+        # State is stored contiguous, whatever the strides of the caller's leaf are.
         shape = torch.Size(user_sharding.local_shape) if user_sharding else leaf.shape
         stride = _contiguous_stride(shape) if is_state or user_sharding else leaf.stride()
         return Abstract(tuple(shape), leaf.dtype, stride, _device(leaf))
@@ -69,9 +67,9 @@ _FLOAT = Abstract((), torch.float64, (), "cpu")
 
 
 def device_of_program(leaves: Iterable[Abstract]) -> str:
-    """The accelerator that a leaf is on, such as "cuda:0"; if none is, "cpu" if a leaf is on the CPU, else "meta".
+    """The first accelerator with a leaf, such as "cuda:0"; without one, "cpu" if a leaf is on the CPU, else "meta".
 
-    Scalars, such as the counters of an optimizer, may be on CPUs beside a GPU.
+    Scalars on the CPU, such as the counters of an optimizer, do not count.
     """
     device = "meta"
     for leaf in leaves:
@@ -83,14 +81,17 @@ def device_of_program(leaves: Iterable[Abstract]) -> str:
 
 
 class Constant(NamedTuple):
-    """A leaf that is neither a tensor nor a number: a constant, which is compared by `==`."""
+    """A leaf that is neither a tensor nor a number. It is compared by `==`."""
 
     kind: type
     value: Any
 
     @staticmethod
     def of(leaf: Any, is_state: bool) -> Constant:
-        """Raises: TypeError for a value that cannot be compared with the value in another call."""
+        """The constant of a leaf.
+
+        Raises: TypeError for a value that cannot be compared with the value in another call.
+        """
         if not isinstance(leaf, Hashable) or isinstance(leaf, Iterator):
             raise not_comparable(leaf, is_state)
         return Constant(type(leaf), leaf)
@@ -102,22 +103,22 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python or NumPy, which is an input of the program.
+    """Whether a leaf is a number of Python or NumPy, and so an input of the program.
 
-    A bool is not: each of its two values has a program of its own.
+    A bool is not one: each of its two values has its own program.
     """
-    # Every call asks this of many floats, and an abstract class answers slowly.
+    # Every call asks this for many floats, and an isinstance check against an abstract class is slow.
     if type(leaf) is float:
         return True
     return isinstance(leaf, Real) and not isinstance(leaf, bool)
 
 
 def _device(leaf: torch.Tensor) -> str:
-    """The device of a tensor, such as `cuda:1`: a program is bound to the streams and constants of one."""
+    """The device of a tensor, such as `cuda:1`: a program is bound to the streams and constants of one device."""
     device = leaf.device
     if device.type == "meta":
         return "meta"
-    # A fake cuda tensor aborts the process on a CPU build.
+    # On a CPU build of torch, a fake cuda tensor would abort the process.
     return str(device) if device.type != "cpu" and _has_accelerator() else "cpu"
 
 
@@ -125,12 +126,12 @@ _has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
 class Leaf(NamedTuple):
-    """What a program is specialised on in a leaf of the arguments.
+    """The properties of a leaf of the arguments that a program is specialised on.
 
     Attributes:
-        abstract: the leaf without its value; a `Constant` for a leaf that is one.
+        abstract: the leaf without its value, or a `Constant`.
         placements: the mesh and the placements of a DTensor.
-        counts_as_tensor: whether it is a tensor, or a number in the state, for which the step returns a tensor.
+        counts_as_tensor: whether it is a tensor, or a number in the state: the step returns a tensor for that.
         requires_grad: whether it requires a gradient.
     """
 
@@ -156,17 +157,17 @@ class Leaf(NamedTuple):
         """This leaf without the sizes of its dims."""
         if isinstance(self.abstract, Constant):
             return self
-        sizes = (0,) * len(self.abstract.shape)  # the number of dims still counts
+        sizes = (0,) * len(self.abstract.shape)  # the number of dims stays
         return self._replace(abstract=self.abstract._replace(shape=sizes, stride=()))
 
     def without_layout(self) -> Leaf:
-        """This leaf without where and how it is stored: a program takes leaves that are stored in another way."""
+        """This leaf without its device, strides and placements: a program accepts leaves in other layouts."""
         if isinstance(self.abstract, Constant):
             return self
         return Leaf(self.abstract._replace(stride=(), device=""), None, True, False)
 
     def change(self, later: Leaf) -> str:
-        """In words, how a later leaf differs from this one."""
+        """The first difference between this and a later leaf, in words."""
         old = self.abstract
         new = later.abstract
         if isinstance(old, Constant) or isinstance(new, Constant):
@@ -193,12 +194,12 @@ def _text(value: Abstract | Constant) -> str:
 
 
 class Surroundings(NamedTuple):
-    """What a program is specialised on besides its arguments.
+    """The values that a program is specialised on in addition to its arguments.
 
     Attributes:
         modes: PyTorch's global state (see `ambient`).
         reads: the values that the step reads.
-        constants: those of an `ExtraInputs`, by name.
+        constants: the constants of an `ExtraInputs`, by name.
     """
 
     modes: tuple
@@ -229,14 +230,14 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """What a program is made for: the only key of programs.
+    """The calls that a program is made for: the only key of programs.
 
     Attributes:
         tree: the tree of all arguments, the state first.
         keywords: the names of the last arguments of the batch, which are passed by name.
         leaves: the leaves of the tree.
-        num_state: how many of the leaves belong to the state.
-        surroundings: what the program is made for besides the arguments.
+        num_state: the number of leaves that belong to the state.
+        surroundings: the surroundings of the call.
         parameters: the names of all arguments.
     """
 
@@ -265,11 +266,10 @@ class Signature:
         surroundings = surroundings or Surroundings.of(function)
         leaves, tree = pytree.tree_flatten(call.tree())
         num_state = tree.children()[0].num_leaves
-        described = tuple(Leaf.of(x, i < num_state) for i, x in enumerate(leaves))
         return Signature(
             tree,
             call.keywords,
-            described,
+            tuple(Leaf.of(x, i < num_state) for i, x in enumerate(leaves)),
             num_state,
             surroundings,
             tuple(call.parameters(function)),
@@ -283,13 +283,13 @@ class Signature:
     @functools.cached_property
     def paths(self) -> list[str]:
         """The path of each leaf in messages, such as `state.params.weight`."""
-        # Names follow from the tree alone, so any leaves will do.
+        # The names depend on the tree alone, so zeros stand for the leaves.
         arguments = pytree.tree_unflatten([0] * len(self.leaves), self.tree)
         state, *batch_leaves = arguments
         return leaf_names(self.parameters, (state, *map(opened, batch_leaves)))[1]
 
     def paths_missing_in(self, other: Signature) -> list[str]:
-        """The leaves of this signature that another one does not have, by their paths."""
+        """The paths of this signature that another one does not have."""
         return [path for path in self.paths if path not in other.paths]
 
     def without_sizes(self) -> Signature:
@@ -303,7 +303,7 @@ class Signature:
         return replace(self, leaves=tuple(leaf.without_layout() for leaf in self.leaves))
 
     def changes(self, later: Signature) -> list[str]:
-        """The differences between this and a later signature in words, arguments first."""
+        """The differences between this and a later signature, in words, arguments first."""
         changes = []
         if (self.tree, self.keywords) == (later.tree, later.keywords):
             for path, old, new in zip(self.paths, self.leaves, later.leaves):
@@ -313,10 +313,10 @@ class Signature:
             changes += [f"{path} is new" for path in later.paths_missing_in(self)]
             changes += [f"{path} is missing" for path in self.paths_missing_in(later)]
             # The same keys in another order.
-            moved = [pair for pair in zip(self.paths, later.paths) if pair[0] != pair[1]]
-            if moved and not changes:
-                before, now = moved[0]
-                changes.append(f"{now} is in the place of {before}")
+            moved_pairs = [pair for pair in zip(self.paths, later.paths) if pair[0] != pair[1]]
+            if moved_pairs and not changes:
+                old_path, new_path = moved_pairs[0]
+                changes.append(f"{new_path} is in the place of {old_path}")
             if not changes:
                 changes.append(f"the arguments were {self.tree} and are {later.tree}")
         return changes + self.surroundings.changes(later.surroundings)

@@ -1,9 +1,9 @@
-"""Whether a leaf of the state is as a step has left it.
+"""Check that nobody has changed a leaf of the state since a step returned it.
 
-The next step asks before it uses what this step has made from the leaf: gathers that are under way, and copies in half
-precision. A leaf is the same if it is the very tensor that the step has returned, at the same address, and PyTorch's
-version counter says that nothing has changed it since. The counter does not see what is written through `.data`, by a
-collective of torch.distributed, or by a kernel that PyTorch does not know.
+The next step checks this before it uses results of the last step that depend on the leaf: gathers that have started,
+and copies in half precision. A leaf is unchanged if it is the same tensor that the step returned, at the same address,
+with the same version counter. PyTorch's counter does not count writes through `.data`, by a collective of
+torch.distributed, or by a kernel that PyTorch does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .inputs import Inputs
 
 
 class Snapshot(NamedTuple):
-    """A leaf, and the version counters and the address of what this rank has of it. It keeps no tensor alive."""
+    """A leaf, with the version counters of it and of this rank's tensor, and the address. It keeps no tensor alive."""
 
     leaf: weakref.ref
     version: int
@@ -23,12 +23,14 @@ class Snapshot(NamedTuple):
     address: int
 
     @staticmethod
-    def of(inputs: Inputs, place: int) -> Snapshot:
+    def of(inputs: Inputs, position: int) -> Snapshot:
         """The leaf at a position among the inputs of a step, as it is now."""
-        leaf = inputs.state[place]
-        tensor = inputs.tensors[place]
+        leaf = inputs.state[position]
+        tensor = inputs.tensors[position]
         return Snapshot(weakref.ref(leaf), leaf._version, tensor._version, tensor.data_ptr())
 
-    def is_unchanged(self, inputs: Inputs, place: int) -> bool:
+    def is_unchanged(self, inputs: Inputs, position: int) -> bool:
         """Whether the leaf at a position is the same tensor, and nothing has changed it since."""
-        return self.leaf() is inputs.state[place] and self[1:] == Snapshot.of(inputs, place)[1:]
+        if self.leaf() is not inputs.state[position]:
+            return False
+        return self[1:] == Snapshot.of(inputs, position)[1:]

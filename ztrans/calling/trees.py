@@ -1,8 +1,8 @@
-"""The leaves of the arguments of a step, their containers and their names.
+"""The trees of a step's arguments and outputs, and the names of their leaves.
 
-These are PyTorch's pytrees, with one difference. In a batch or an output, a dataclass, and a mapping that is not a dict
-(such as the BatchEncoding of transformers), is a container. It is a node of a type of ours, which unflattens to the
-container.
+These are PyTorch's pytrees, with one difference. In a batch or an output, dataclasses and mappings that are not dicts,
+such as the BatchEncoding of transformers, are containers too. Each is wrapped in a node type of our own, `Opened`,
+which unflattens to the container.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Opened:
 
 
 def opened(tree: Any) -> Any:
-    """A tree in which every dataclass and mapping is a node. Other leaves stay as they are.
+    """A tree with every dataclass and mapping as a node. Other leaves stay as they are.
 
     >>> from collections import UserDict
     >>> pytree.tree_leaves(opened([UserDict(a=1, b=[2, 3]), 4]))
@@ -84,7 +84,7 @@ def _unflatten(values: Any, context: tuple) -> Any:
     kind, names = context
     if issubclass(kind, Mapping):
         return kind(dict(zip(names, values)))
-    # Without `__post_init__`, which has run before.
+    # Not by the constructor: `__post_init__` has run before.
     container = object.__new__(kind)
     for name, value in zip(names, values):
         object.__setattr__(container, name, value)
@@ -92,7 +92,7 @@ def _unflatten(values: Any, context: tuple) -> Any:
 
 
 def key_parts(keys: Sequence[Any]) -> list[str]:
-    """The parts of a leaf's name: the keys, attributes and indices on the way to it.
+    """The parts of a leaf's name: the keys, attributes and indices on its path.
 
     >>> [key_parts(keys) for keys, _ in pytree.tree_flatten_with_path({"params": [1, 2]})[0]]
     [['params', '0'], ['params', '1']]
@@ -120,10 +120,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """For each leaf a short name, such as `params.weight`, and its path, `state.params.weight`.
+    """For each leaf, a short name, such as `params.weight`, and its path, `state.params.weight`.
 
-    Programs have the names, and messages the paths. `parameters` are the names of the arguments, of which the first one
-    is the state.
+    Programs use the names, and messages the paths. `parameters` are the names of the arguments. The first argument is
+    the state.
     """
     short_names: list[str] = []
     paths: list[str] = []
@@ -139,7 +139,7 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
                 short = ".".join(parts)
             if short in used_names:
                 short = path
-            # An argument may have the name of a leaf of the state, by which transforms know that leaf.
+            # An argument may have the same name as a leaf of the state, which transforms find by that name.
             while short in used_names:
                 short = f"argument.{short}"
             short_names.append(short)

@@ -1,12 +1,12 @@
-"""A dispatch mode that watches a trace, and notes for each operation where it comes from.
+"""A dispatch mode that records where each operation of a trace comes from.
 
-make_fx records the operations of a step as nodes of an FX graph. This mode stands above it. For each operation it notes
-the user's line, whether autograd runs the operation, whether autograd records it, and which checkpoint it is in. The
-notes travel in the metadata of the node. A backward operation has the line of the forward operation with the sequence
-number of the running autograd node.
+make_fx records the operations of a step as nodes of an FX graph. This mode runs before it. For each operation it stores
+in the metadata of the node the user's line, whether autograd runs the operation, whether autograd records it, and the
+checkpoint around it. A backward operation has the line of the forward operation with the sequence number of the running
+autograd node.
 
-The mode also refuses what a program cannot hold, with the user's line. It returns the result of the operation itself,
-never another one. An operation that reads elements has a result if these are known (see `known_values`).
+The mode also refuses operations that a program cannot hold, with the user's line. It never changes the result of an
+operation. An operation that reads elements has a result if their values are known (see `known_values`).
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -41,7 +41,7 @@ from .regions import Fact
 
 # The operation of `x.device`.
 DEVICE = torch.ops.prim.device.default
-# The operations that read elements, which a traced tensor does not have.
+# Operations that read elements. A traced tensor has none.
 _READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -54,7 +54,7 @@ _WHILE_LOOPS = (
 )
 # `torch.tensor(...)` in a step.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# The key of an origin in the metadata of a node, under FX's key "custom".
+# The key of the origin in a node's metadata, under FX's key "custom".
 _ORIGIN = "ztrans"
 
 
@@ -67,15 +67,15 @@ class Origin(NamedTuple):
 
 
 def origin_of(node: fx.Node) -> Origin | None:
-    """The origin of the operation that a node records; None for a node that no operation of a step has made."""
+    """The origin of the operation that a node records; None for a node that does not come from a step's operation."""
     return node.meta.get("custom", {}).get(_ORIGIN)
 
 
 @contextlib.contextmanager
-def noting(origin: Origin) -> Iterator[None]:
-    """Let the nodes that make_fx adds inside have this origin.
+def nodes_with_origin(origin: Origin) -> Iterator[None]:
+    """Give this origin to the nodes that make_fx adds inside the context.
 
-    Only the key "custom" of the metadata is put back afterwards: checkpoints and FX may write others inside.
+    Only the key "custom" of the metadata is restored afterwards: checkpoints and FX may write other keys inside.
     """
     meta = fx_traceback.current_meta
     outer = meta.get("custom")
@@ -90,7 +90,13 @@ def noting(origin: Origin) -> Iterator[None]:
 
 
 class Annotate(TorchDispatchMode):
-    """Note where each operation of `step` comes from, and refuse what a program cannot hold."""
+    """Records the origin of each operation of `step`, and refuses operations that a program cannot hold.
+
+    Args:
+        step: the name of the step, for errors.
+        fakes: the mode of the trace's fake tensors.
+        known: the inputs whose values the step may read.
+    """
 
     supports_higher_order_operators = True
 
@@ -100,7 +106,7 @@ class Annotate(TorchDispatchMode):
         self.fakes = fakes
         self.known = known
         # The user's lines by the sequence numbers of autograd's nodes.
-        self._line_of: dict[int, Source | None] = {}
+        self._lines: dict[int, Source | None] = {}
         self._last_number = torch.autograd._get_sequence_nr() - 1
 
     @classmethod
@@ -110,15 +116,15 @@ class Annotate(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # It would guard every call against torch.compile, which takes longer than the call.
+        # Skipping would guard every call against torch.compile, which takes longer than the call.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # PyTorch asks for the device of every gradient. The tensor knows it, without the modes below.
+        # PyTorch asks for the device of every gradient. The tensor knows it: skip the modes below.
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
-        # Without a proxy mode nothing is recorded, so there is nothing to note.
+        # Without a proxy mode make_fx records no node.
         if func is DEVICE or get_proxy_mode() is None:
             return func(*args, **kwargs)
         origin = self._origin()
@@ -137,7 +143,7 @@ class Annotate(TorchDispatchMode):
             # An operation of a DTensor is checked when it runs on local tensors.
             if not any(map(is_traceable_wrapper_subclass_type, types)):
                 self._check(func, args, kwargs, line, origin.fact.backward)
-        with self._errors_of(func, line), noting(origin):
+        with self._errors_of(func, line), nodes_with_origin(origin):
             try:
                 result = func(*args, **kwargs)
             finally:
@@ -147,13 +153,13 @@ class Annotate(TorchDispatchMode):
         return result
 
     def _origin(self) -> Origin:
-        """Where the operation comes from that is being called."""
+        """The origin of the operation that is being called."""
         running = torch._C._current_autograd_node()
-        source = user_source() if running is None else self._line_of.get(running._sequence_nr())
-        # Autograd numbers its nodes, and has made those of this operation before the operation is dispatched here.
+        source = user_source() if running is None else self._lines.get(running._sequence_nr())
+        # Autograd numbers its nodes, and makes the nodes of an operation before the operation is dispatched here.
         latest = torch.autograd._get_sequence_nr() - 1
         for number in range(self._last_number + 1, latest + 1):
-            self._line_of[number] = source
+            self._lines[number] = source
         recorded = latest > self._last_number
         self._last_number = max(self._last_number, latest)
         fact = Fact(backward=running is not None, recorded=recorded)
@@ -175,8 +181,8 @@ class Annotate(TorchDispatchMode):
         if func in _WHILE_LOOPS:
             raise errors.while_loop(line, self.step)
         if func is torch.ops.higher_order.flex_attention:
-            mask = tensors_in(args[4])
-            if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask):
+            mask_tensors = tensors_in(args[4])
+            if any(getattr(x, "fake_mode", None) is not self.fakes for x in mask_tensors):
                 raise errors.mask_from_before(line, self.step)
 
     def _check(
@@ -212,9 +218,9 @@ class Annotate(TorchDispatchMode):
 
 
 def _forget_value(literal: torch.Tensor) -> None:
-    """Let make_fx not know the value of a literal.
+    """Hide the value of a literal from make_fx, which would run operations of literals on their values.
 
-    It would run operations of literals on their values. A collective would wait for ranks that may not trace now.
+    A collective among them would wait for ranks that may not trace now.
     """
     mode: Any = get_proxy_mode()
     get_proxy_slot(literal, mode.tracer).constant = None
@@ -222,7 +228,7 @@ def _forget_value(literal: torch.Tensor) -> None:
 
 
 def _without_wrappers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors, and for a tensor that wraps others, such as a DTensor, the tensors that it holds."""
+    """The tensors; a wrapper, such as a DTensor, is replaced by the tensors that it holds."""
     for x in tensors:
         if is_traceable_wrapper_subclass(x):
             names, _ = x.__tensor_flatten__()
@@ -234,7 +240,7 @@ def _without_wrappers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
 
 @functools.cache
 def _has_only_an_effect(op: Any) -> bool:
-    """Whether an operation returns nothing and changes no argument, as an assertion does, or a user's logging."""
+    """Whether an operation returns nothing and changes no argument, such as an assertion or a user's logging."""
     schema = op._schema
     is_pytorchs = op.namespace in ("c10d", "profiler")
     return not schema.returns and not is_pytorchs and not any(map(is_written, schema.arguments))

@@ -1,13 +1,13 @@
-"""In-place collectives of torch.distributed, recorded as the functional ones that a program holds.
+"""Record the in-place collectives of torch.distributed as functional collectives.
 
-`dist.all_reduce(x)` changes `x`. While a step is traced, PyTorch shows the call as an operation of the
-namespace c10d, whose schema does not declare that it writes `x`. This module records a functional form instead:
+`dist.all_reduce(x)` changes `x`. In a trace the call is an operation of the namespace c10d, whose schema does not
+declare that it writes `x`. This module records a functional form instead:
 
     dist.all_reduce(x)   -->   x.copy_(wait_tensor(all_reduce(x, "sum", group)))
 
-In the trace a call with `async_op=True` completes at once, and so does the `Work` that it returns. A collective in
-which ranks do different things, such as a scatter from one rank, one that takes a list to send, or a barrier, is an
-error.
+In the trace a call with `async_op=True` completes at once, and so does the `Work` that it returns. Three kinds of
+collectives are errors: ranks play different roles (a scatter from one rank), the input is a list, or no values move (a
+barrier).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ functional = torch.ops._c10d_functional
 
 
 class NoForm(Exception):
-    """A collective has no functional form; the message says why."""
+    """A collective has no functional form. The message says why."""
 
 
 class Call(dict[str, Any]):
@@ -54,14 +54,14 @@ class Call(dict[str, Any]):
 
 
 def is_outside_programs(op: Any) -> bool:
-    """Whether an operation is a collective that no program contains: an in-place one, or one with a single rank."""
+    """Whether an operation is a collective that no program contains: in-place, or called by one rank alone."""
     return op.namespace == "c10d" or op._schema.name in _OF_ONE_RANK
 
 
 def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Run `op(*args, **kwargs)` by functional operations, which the trace records, and return its result.
 
-    `finished_work` makes a `Work` for the caller to wait for, which has finished.
+    `finished_work` makes the `Work` that the caller waits for, already finished.
 
     Raises: NoForm for a collective that has no functional form.
     """
@@ -81,7 +81,7 @@ def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwar
 
 
 def _without_list(argument: Any) -> Any:
-    """The argument of this process, where PyTorch has a list with one entry for each of its devices."""
+    """The argument of this process. PyTorch passes some in a list with one entry for each device of the process."""
     return argument[0] if isinstance(argument, list) else argument
 
 
@@ -120,13 +120,13 @@ def _scatter_sum(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _all_to_all(call: Call, output: torch.Tensor, x: torch.Tensor) -> None:
-    """Exchange rows with every rank. An empty list of sizes stands for equal numbers of rows."""
+    """Exchange rows with every rank. An empty list of sizes means equal numbers of rows."""
     receive_sizes = call["output_split_sizes"] or [len(output) // call.ranks] * call.ranks
     send_sizes = call["input_split_sizes"] or [len(x) // call.ranks] * call.ranks
     output.copy_(call.run(functional.all_to_all_single.default, x, receive_sizes, send_sizes))
 
 
-# For each collective its functional form, and the names of its output and its input.
+# For each collective: its functional form, the name of its output, and the name of its input.
 _FORMS: dict[str, tuple[Callable[[Call, Any, Any], None], str, str]] = {
     "allreduce_": (_all_reduce, "tensors", "tensors"),
     "broadcast_": (_broadcast, "tensors", "tensors"),

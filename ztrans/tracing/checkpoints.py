@@ -1,9 +1,9 @@
-"""While a step is traced, a checkpoint runs its function once, and marks its operations.
+"""Activation checkpoints in a trace: each runs its function once, and marks its operations.
 
-PyTorch's own checkpoints run their function again in backward. They do so by hooks on saved tensors, which `torch.func`
-does not support, or by a nested `.backward()`, which a trace cannot follow. After a `functional_call` they
-would read the module's own parameters. In a program, backward recomputes the results of the marked operations instead
-(see `ir.recompute`). So all forms of checkpoints are one: reentrant or not, selective, nested, and composable.
+PyTorch's own checkpoints run their function again in backward: by hooks on saved tensors, which `torch.func` does not
+support, or by a nested `.backward()`, which a trace cannot follow. After a `functional_call` they would read the
+module's own parameters. In a program, backward recomputes the results of the marked operations instead (see
+`ir.recompute`). So all kinds of checkpoints take one path: reentrant or not, selective, nested, and composable.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -33,30 +33,30 @@ _POLICY = "recompute"
 
 
 class CheckpointMark(NamedTuple):
-    """The checkpoint around an operation. One that is not selective drops every result."""
+    """The checkpoint around an operation. A checkpoint that is not selective drops every result."""
 
     number: int
     is_selective: bool
 
 
 def mark_of_operation() -> CheckpointMark | None:
-    """The mark of the checkpoint around the operation that runs."""
+    """The mark of the checkpoint around the operation that is running."""
     return fx_traceback.current_meta.get(_MARK)
 
 
 def forget_policy() -> None:
-    """Remove the policy that a selective checkpoint has written for an operation. It would stay for later ones."""
+    """Remove the policy that a selective checkpoint wrote for an operation. Later operations would get it too."""
     fx_traceback.current_meta.pop(_POLICY, None)
 
 
 def policy_of(meta: Mapping[str, Any], mark: CheckpointMark) -> plain.CheckpointPolicy | None:
-    """What a checkpoint does with the results of an operation that was recorded with this metadata."""
+    """The policy of a checkpoint for the results of an operation that was recorded with this metadata."""
     return meta.get(_POLICY) if mark.is_selective else plain.CheckpointPolicy.MUST_RECOMPUTE
 
 
 @contextlib.contextmanager
 def mark_checkpoints() -> Iterator[None]:
-    """Let checkpoints run their function once, with marks, inside of the context."""
+    """Make checkpoints run their function once, and mark its operations, inside the context."""
     numbers = itertools.count()
 
     def run(function: Any, *args: Any, context_fn: Callable | None = None, **options: Any):
@@ -72,7 +72,7 @@ def mark_checkpoints() -> Iterator[None]:
         if outer is None:
             meta[_MARK] = CheckpointMark(next(numbers), is_selective)
         else:
-            # The results inside of a nested checkpoint belong to the outer one, which drops them too.
+            # The results in a nested checkpoint belong to the outer one, which drops them too.
             meta[_MARK] = CheckpointMark(outer.number, is_selective and outer.is_selective)
         try:
             with forward:
@@ -86,14 +86,16 @@ def mark_checkpoints() -> Iterator[None]:
     with (
         patched(plain, **{_GENERATOR: run}),
         patched(composable, **{_GENERATOR: run}),
-        patched(plain.CheckpointFunction, apply=_as_if_not_reentrant),
+        patched(plain.CheckpointFunction, apply=_run_reentrant),
     ):
         yield
 
 
-def _as_if_not_reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-    """Run a reentrant checkpoint. It computes no gradients at all if none of its arguments requires one."""
-    # PyTorch warns if no argument requires a gradient.
+def _run_reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+    """Run a reentrant checkpoint as one that is not.
+
+    As in PyTorch, it computes no gradients, and warns, if none of its arguments requires one.
+    """
     plain.check_backward_validity(args)
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
         return plain.checkpoint(

@@ -1,9 +1,9 @@
-"""DTensors that the step itself divides over mesh axes, as `parallelize_module` makes them.
+"""Leaves that the step itself divides over mesh axes: DTensors, as `parallelize_module` makes them.
 
-A program holds the local tensor of such a leaf. While the step is traced it sees a DTensor around that tensor, and
-DTensor turns its operations into local operations and functional collectives, which the trace records. The results
-become local tensors again: new state in the layout of the old, outputs whole. What DTensor computes of shapes and of
-slices of a mesh is hidden from the trace. Tensors of a user's class that hold other tensors are refused.
+A program holds the local tensor of such a leaf. While the step is traced it sees a DTensor around that tensor. DTensor
+turns its operations into local operations and functional collectives, which the trace records. The results become local
+tensors again: new state in the layout of the old, outputs whole. The tensors that PyTorch computes with to find shapes
+and slices of a mesh are hidden from the trace. Tensors of a user's class that hold other tensors are refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -28,7 +28,7 @@ from .errors import TraceError, TraceTypeError
 
 
 def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None:
-    """The layout in which the step sees a leaf that it divides over its own axes; None for any other leaf."""
+    """The layout of a leaf in the eyes of the step; None for a leaf that the step does not divide."""
     if user_sharding is None:
         return None
     # The step does not see the axes over which transforms distribute the leaf.
@@ -51,19 +51,19 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 def unrecorded_layouts() -> Iterator[None]:
     """Hide from the trace how PyTorch computes the shapes of whole results, and the ranks in a slice of a mesh.
 
-    PyTorch computes both with tensors. Torch 2.13 hides these from the trace itself, and torch 2.11 does not.
+    PyTorch computes both with tensors. Torch 2.13 hides these tensors itself; torch 2.11 does not.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
-    shapes = propagator._propagate_tensor_meta_non_cached
-    sliced = DeviceMesh.__getitem__
+    find_shapes = propagator._propagate_tensor_meta_non_cached
+    slice_mesh = DeviceMesh.__getitem__
 
     def hidden_shapes(schema: Any) -> Any:
         with disable_proxy_modes_tracing():
-            return shapes(schema)
+            return find_shapes(schema)
 
     def hidden_slice(mesh: DeviceMesh, names: Any) -> DeviceMesh:
         with _disable_current_modes(), without_function_modes():
-            return sliced(mesh, names)
+            return slice_mesh(mesh, names)
 
     without_shapes = patched(propagator, _propagate_tensor_meta_non_cached=hidden_shapes)
     with without_shapes, patched(DeviceMesh, __getitem__=hidden_slice):

@@ -1,4 +1,4 @@
-"""The errors of tracing. Each names what the step does, the user's line, and what to do instead."""
+"""The errors and warnings of tracing. Each says what the step does, on which of the user's lines, and the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TraceIndexError(IndexError):
     """A function of PyTorch that failed in a step, with an IndexError."""
 
 
-# The errors of PyTorch's functions that get the user's line and the arguments of the function, and what they become.
+# The errors of PyTorch's functions that are explained, with the user's line and the arguments, and what they become.
 FAILURES: dict[type[Exception], type[Exception]] = {
     RuntimeError: TraceRuntimeError,
     TypeError: TraceTypeError,
@@ -54,7 +54,7 @@ def outside_tensor(arg: torch.Tensor, source: Source | None, step: str) -> Outsi
     """A tensor that existed before the step and is not one of its arguments."""
     return OutsideTensorError(
         f"trace: {step} reads a tensor {list(arg.shape)} ({arg.dtype}) that is neither its state nor its batch.\n"
-        f"  at {where(source)}\n{_in_library('It is no parameter or buffer of a module')}"
+        f"  at {where(source)}\n{_in_library('It is not a parameter or buffer of a module')}"
         f"Pass it in: as state if it lives from step to step (parameters, buffers, masks), else with the batch.\n"
         f"In a loop that is lifted, take parameters from the module, inside the loop step: model.parameters(); and "
         f"make a table or a mask a buffer of it before lift: model.register_buffer(name, tensor). In another step, "
@@ -72,7 +72,7 @@ def unequal_parts(path: str, why: str) -> TraceError:
 
 
 def divided_batch(path: str) -> TraceTypeError:
-    """A DTensor in the batch that is cut over an axis over which the step is distributed."""
+    """A DTensor in the batch that is cut over an axis of the step's transforms."""
     return TraceTypeError(
         f"trace: {path} is a DTensor that is cut over an axis of the step's transforms, and a step takes the rows of "
         f"its rank.\nPass them as a tensor: {path}.to_local()."
@@ -80,7 +80,7 @@ def divided_batch(path: str) -> TraceTypeError:
 
 
 def _in_library(why: str) -> str:
-    """The line of a library that does what is refused, and what a user can do who does not change it."""
+    """The line of a library that does what is refused, and the ways around it; empty if the user's own line does it."""
     line = library_line()
     if not line:
         return ""
@@ -94,7 +94,7 @@ def _in_library(why: str) -> str:
 def reads_value(
     op: Any, source: Source | None, step: str, *, needs_shape: bool = False
 ) -> ReadsValueError:
-    """The step reads a value of a tensor, or with `needs_shape` uses a shape that depends on values."""
+    """The step reads a value of a tensor, or, with `needs_shape`, uses a shape that depends on values."""
     action = "reads a tensor's value"
     if needs_shape:
         action = "takes a shape from a tensor's values"
@@ -113,7 +113,7 @@ def reads_value(
 
 
 def reads_changed(path: str, source: Source | None, step: str) -> ReadsValueError:
-    """The error of a step that reads the value of a tensor of its module and changes the tensor."""
+    """The step reads the value of a tensor of its module, and changes the tensor."""
     return ReadsValueError(
         f"trace: {step} reads a tensor's value while it is traced, and changes that tensor, {path}.\n"
         f"  at {where(source)}\n"
@@ -130,9 +130,15 @@ def failed(
     step: str,
     under_torch_func: bool,
 ) -> Exception:
-    """A function of PyTorch fails, because of the shapes that it gets or because it needs values.
+    """A function of PyTorch fails, because of the shapes of its arguments or because it needs their values.
 
-    `tensors` describes its arguments. `under_torch_func`: whether a transform of torch.func runs it.
+    Args:
+        error: the error of PyTorch.
+        func: the function.
+        tensors: the function's arguments, in words.
+        source: the user's line.
+        step: the name of the step.
+        under_torch_func: whether a transform of torch.func runs the function.
     """
     call = getattr(func, "__name__", str(func))
     plain = "To see whether the step fails without its transforms too, call its function: step.fn(state, ...)."
@@ -192,15 +198,15 @@ def sparse_gradient(source: Source | None) -> TraceError:
 def own_generator(op: Any, source: Source | None, step: str) -> TraceError:
     """The step draws from a random generator of its own."""
     return TraceError(
-        f"trace: {step} uses a torch.Generator ({op}), which is no input of the program and would be used once, in the "
-        f"trace.\n"
+        f"trace: {step} uses a torch.Generator ({op}), which is not an input of the program: it would be used once, in "
+        f"the trace.\n"
         f"  at {where(source)}\n"
         f"Draw from the default generator and seed it outside of the step, with another seed on each rank."
     )
 
 
 def unsupported_collective(op: Any, why: str, source: Source | None, step: str) -> TraceError:
-    """The step calls a function of torch.distributed that a program cannot hold."""
+    """The step calls a collective of torch.distributed that a program cannot hold."""
     return TraceError(
         f"trace: {step} calls torch.distributed's {op._schema.name.split('::')[1].strip('_')}, which a program, the "
         f"same on all ranks, cannot hold: {why}.\n"
@@ -249,7 +255,7 @@ def draws_again(func: Any, source: Source | None, step: str) -> TraceError:
 
 
 def warn_of_many_programs(step: str, count: int, changes: Sequence[str]) -> None:
-    """Warn that a step has been traced `count` times. `changes` say how the last two calls that were traced differ."""
+    """Warn that a step has been traced `count` times. `changes` are the differences of the last two traced calls."""
     lines = "".join(f"  * {change}\n" for change in changes[:4])
     warn(
         f"{step} has been traced for {count} different calls. Since the call that was traced before the last one:\n"
@@ -285,7 +291,7 @@ def warn(text: str, source: Source | None) -> None:
 
 
 def writes_nothing(kernel: str, source: Source | None) -> TraceError:
-    """A Triton kernel that writes into none of the tensors that it is given, as far as its source shows."""
+    """A Triton kernel whose source writes into none of its tensor arguments."""
     return TraceError(
         f"trace: the Triton kernel {kernel} writes into none of its arguments, so a program would leave it out.\n"
         f"  at {where(source)}\n"
@@ -295,7 +301,7 @@ def writes_nothing(kernel: str, source: Source | None) -> TraceError:
 
 
 def unsupported_function(name: str, why: str, source: Source | None) -> TraceError:
-    """A function that a higher-order operator calls does what no sub-program can."""
+    """A function of a higher-order operator does what a sub-program cannot."""
     return TraceError(
         f"trace: a function ({name}) of cond, scan or flex_attention {why}.\n"
         f"  at {where(source)}\n"
@@ -304,7 +310,7 @@ def unsupported_function(name: str, why: str, source: Source | None) -> TraceErr
 
 
 def other_containers(clause: str, containers: Sequence[Any], source: Source | None) -> TraceError:
-    """Functions of cond or scan return different containers, or dicts whose keys are in another order."""
+    """Functions of cond or scan return different containers, or dicts with their keys in another order."""
     texts = [" ".join(str(container).split()) for container in containers]
     return TraceError(
         f"trace: {clause} different containers: {' and '.join(texts)}.\n"
@@ -314,7 +320,7 @@ def other_containers(clause: str, containers: Sequence[Any], source: Source | No
 
 
 def mask_from_before(source: Source | None, step: str) -> TraceError:
-    """A BlockMask of a closure, of the batch, or of a cache: its tensors are none of the trace."""
+    """A BlockMask from a closure, the batch or a cache: its tensors do not belong to the trace."""
     return TraceError(
         f"trace: {step} gives flex_attention a BlockMask that was made before the step.\n"
         f"  at {where(source)}\n"
@@ -324,7 +330,7 @@ def mask_from_before(source: Source | None, step: str) -> TraceError:
 
 
 def while_loop(source: Source | None, step: str) -> TraceError:
-    """A while_loop: its backward would have a value for each of its turns."""
+    """A while_loop: its backward would need values of every turn."""
     return TraceError(
         f"trace: {step} calls while_loop, whose number of turns depends on values, so what backward needs has no known "
         f"size.\n"

@@ -1,12 +1,12 @@
-"""A mode that replaces some functions of PyTorch while a step is traced, and explains the errors of all.
+"""A mode that replaces some functions of PyTorch while a step is traced, and explains the errors of all of them.
 
-make_fx records the operations below these functions. Where they would read values, or show the trace nothing, a
-function is replaced:
+make_fx records the operations that these functions call. A function is replaced if it would read values, or if the
+trace would not see what it does:
 
     torch.autograd.grad, loss.backward()    mark the gradients that they return (see `gradient_marks`)
-    cond, scan, flex_attention              get functions that read their arguments only (see `higher_order`)
-    add(x, y, alpha=tensor)                 is arithmetic on tensors (see `tensor_scalars`)
-    x.data = value                          lets the trace know `x` as `value`
+    cond, scan, flex_attention              get functions that read only their arguments (see `higher_order`)
+    add(x, y, alpha=tensor)                 becomes arithmetic on tensors (see `tensor_scalars`)
+    x.data = value                          makes `x` the node of `value` in the trace
     F.one_hot(x, n)                         does not check the values of `x`
 
 An error of any function gets the user's line and the types of its arguments.
@@ -37,7 +37,7 @@ from .tensor_scalars import with_tensor_scalar
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SET_DATA: Callable = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that read values of a tensor from outside of the step without an operation that a mode could see.
+# Functions that read the values of a tensor from outside of the step, with no operation that a dispatch mode could see.
 _READERS = (torch.Tensor.tolist, torch.tensor)
 _BACKWARDS = (torch.autograd.backward, torch.Tensor.backward)
 _DERIVATIVES = (torch.autograd.grad, *_BACKWARDS)
@@ -48,7 +48,7 @@ class StepFunctions(TorchFunctionMode):
 
     Args:
         step: the name of the step, for errors.
-        inputs: the tensors of the state and the batch by name, for the errors of functions that fail.
+        inputs: the tensors of the state and the batch by name, also for errors.
     """
 
     def __init__(self, step: str, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -65,7 +65,7 @@ class StepFunctions(TorchFunctionMode):
                 check_differentiable(self.step, *args[:1], **kwargs)
             return self._run(func, args, kwargs)
         except tuple(FAILURES) as error:
-            # A subclass is an error of ours, or of the user.
+            # A subclass is an error of ours or the user's.
             if type(error) not in FAILURES:
                 raise
             explained = self._explained(error, func, args, kwargs)
@@ -86,36 +86,36 @@ class StepFunctions(TorchFunctionMode):
         try:
             return call_closed(func, args, kwargs)
         except KeyError as error:
-            # PyTorch has no rule of the operator for a transform of torch.func.
+            # PyTorch has no rule for this operator under a transform of torch.func.
             if not isinstance(error.args[0], TransformType):
                 raise
             transform = error.args[0].name.lower()
             raise operator_without_rule(func, transform, user_source(), self.step) from None
 
     def _check_traced(self, args: tuple) -> None:
-        """Raises: ValueError for a tensor from outside of the step, whose values no dispatch mode sees being read."""
+        """Raises: ValueError for a tensor from outside of the step."""
         for x in tensors_in(args):
             if type(x) in _PLAIN and not is_functorch_wrapped_tensor(x):
                 raise outside_tensor(x, user_source(), self.step)
 
     def _explained(self, error: Exception, func: Callable, args: tuple, kwargs: dict) -> Exception:
-        """The error of a function with the user's line and what its arguments are."""
+        """The error of a function, with the user's line and the types of the arguments."""
         tensors = list(tensors_in((args, kwargs)))
-        described = ", ".join(map(self._described, tensors))
+        descriptions = ", ".join(map(self._description, tensors))
         under_torch_func = any(map(is_functorch_wrapped_tensor, tensors))
-        return failed(error, func, described, user_source(), self.step, under_torch_func)
+        return failed(error, func, descriptions, user_source(), self.step, under_torch_func)
 
-    def _described(self, x: torch.Tensor) -> str:
-        """A tensor as errors show it: its type, and its name if it is an input of the step."""
+    def _description(self, x: torch.Tensor) -> str:
+        """A tensor in an error: its type, and its name if it is an input of the step."""
         name = self._names.get(storage_of(x))
         var = Var(name or "", x.dtype, tuple(x.shape))
         return str(var) if name else var.type
 
 
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
-    """Run `x.data = value`, which no dispatch mode sees: from here on the trace knows `x` as the node of `value`."""
+    """Run `x.data = value`, which no dispatch mode sees: from now on `x` has the node of `value` in the trace."""
     mode = get_proxy_mode()
-    # No trace is under way.
+    # Nothing is being traced.
     if mode is None:
         return _SET_DATA(x, value)
     for tensor in (x, value):
@@ -126,7 +126,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`F.one_hot` without the check of its values: inside of torch.func's transforms, PyTorch's own reads them."""
+    """`F.one_hot` without a check of the values, which PyTorch's own reads under a transform of torch.func."""
     if num_classes < 0 or tensor.dtype != torch.int64:
         return F.one_hot(tensor, num_classes)
     classes = torch.arange(num_classes, device=tensor.device)

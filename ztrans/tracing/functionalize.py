@@ -1,13 +1,13 @@
-"""Emit equations, and replace in-place changes of tensors and views by equations of new values.
+"""Emit equations, and replace in-place writes to tensors and views by equations that compute new values.
 
 A `Storage` holds the current value of its base tensor. Each tensor of the step is an `Alias`: a storage, and the views
-that lead from the base to the tensor. Reading a tensor whose storage has changed since applies its views to the new
-base. Writing a tensor applies the inverses of its views, which gives the new value of the base.
+that lead from the base to the tensor. A read of a tensor applies its views to the new base, if the storage has changed
+since the last read. A write applies the inverses of the views, which gives the new value of the base.
 
     y = x[0]; write y1 to y   -->   x1 = select_scatter(x, y1, 0)
 
-The parts of one split do not overlap, so a write to one part leaves the values of the others valid. The gates of
-recurrent cells are such parts, and each is written in place.
+The parts of one split do not overlap, so a write to one part leaves the values of the others valid. Recurrent cells
+write to each of their gates in place, and the gates are such parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .regions import Fact
 aten = torch.ops.aten
 _SHAPES = ("view", "_unsafe_view", "squeeze", "unsqueeze")
 _SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-# The inverses of the views that show every element of the base.
+# The inverses of views of all elements of the base.
 _INVERSES = {
     "t": aten.t.default,
     "transpose": aten.transpose.int,
@@ -40,7 +40,7 @@ _INVERSES = {
     "_conj_physical": aten._conj_physical.default,
     "neg": aten.neg.default,
 }
-# The inverses of the views that show some elements of the base.
+# The inverses of views of some elements of the base.
 _SCATTERS = {
     "slice": aten.slice_scatter.default,
     "select": aten.select_scatter.default,
@@ -63,16 +63,18 @@ class View:
         return self.op._schema.name.removeprefix("aten::")
 
     def dim(self, position: int) -> int:
-        """The dim of a view that has one at this position of its arguments. By default it is the first one."""
+        """The dim of the view: the argument at this position, or by name, or 0 if it is left out."""
         return self.args[position] if len(self.args) > position else self.kwargs.get("dim", 0)
 
 
 @dataclass
 class Storage:
-    """The current value of a storage's base tensor, the writes so far, and the user's line of the last one.
+    """The memory of a tensor and its views.
 
     Attributes:
-        writes: for each write, the views that lead from the base to the written tensor.
+        value: the current value of the base tensor.
+        writes: for each write so far, the views that lead from the base to the written tensor.
+        written_at: the user's line of the last write.
     """
 
     value: Var
@@ -87,7 +89,7 @@ class Storage:
 
 @dataclass
 class Alias:
-    """A tensor of the traced step. `value` is its value as of version `seen_version` of its storage."""
+    """A tensor of the traced step: views of a storage. `value` was read at version `seen_version` of the storage."""
 
     storage: Storage
     views: tuple[View, ...] = ()
@@ -107,12 +109,12 @@ class Builder:
     """Builds the equations of a program, and tracks the storages of its tensors.
 
     Attributes:
-        names: gives each new value a name.
-        strides: the strides of each value in the trace, on which views rely.
-        eqns: the equations that have been imported so far.
-        facts: what the trace knows of each of these.
-        scalars: the results of arithmetic on scalars, by what computes them.
-        metas: the results of operations on meta tensors, by the operation and the types of its arguments.
+        names: the names of values so far, which gives each new value its own.
+        strides: the strides of each value in the trace, which views depend on.
+        eqns: the equations so far.
+        facts: the facts of the trace about each equation.
+        scalars: the results of arithmetic on scalars, by operation and arguments.
+        metas: the results of operations on meta tensors, by operation and types of arguments.
         source: the user's line of the operation that is being imported.
         fact: the facts about that operation.
     """
@@ -131,7 +133,7 @@ class Builder:
         return torch.empty_strided(var.shape, self.strides[var], dtype=var.dtype, device="meta")
 
     def on_meta(self, op: Any, args: Sequence, kwargs: dict) -> Any:
-        """What `op` returns for meta tensors. An optimizer asks the same for many parameters, so results are kept."""
+        """The results of `op` on meta tensors. They are cached: an optimizer asks the same for many parameters."""
         call = Eqn(op, tuple(args), (), kwargs)
         key = structure(call, lambda v: (v.dtype, v.shape, self.strides[v]))
         if key not in self.metas:
@@ -144,8 +146,8 @@ class Builder:
         """Add the equation of `op`, and return its results.
 
         The results have the types of the tensors `like`; without `like`, `op` runs on meta tensors to find them.
-        Arithmetic on scalars alone, as an optimizer repeats it for every parameter, is computed once. So are
-        literal scalars.
+        Arithmetic on scalars alone, which an optimizer repeats for every parameter, has one equation. So have literal
+        scalars.
         """
         kwargs = kwargs or {}
         key = _scalar_key(op, args, kwargs)
@@ -158,7 +160,7 @@ class Builder:
         leaves = pytree.tree_leaves(like)
         outs: list[Var | None] = []
         for i, x in enumerate(leaves):
-            # A result that is no tensor, such as a gradient that is not asked for, has no variable.
+            # A result that is not a tensor, such as a gradient that nobody asked for, has no variable.
             if not isinstance(x, torch.Tensor):
                 outs.append(None)
                 continue
@@ -176,13 +178,13 @@ class Builder:
         return tuple(outs) if isinstance(like, (tuple, list)) else outs[0]
 
     def read(self, x: Any) -> Any:
-        """The current value of a traced tensor; its views are applied again if the storage has changed."""
+        """The current value of a traced tensor. Its views are applied again if a write may have changed it."""
         if isinstance(x, (list, tuple)):
             return [self.read(item) for item in x]
         if not isinstance(x, Alias):
             return x
         changes = x.storage.writes[x.seen_version :]
-        if x.value is None or not all(_are_apart(x.views, written) for written in changes):
+        if x.value is None or not all(_are_disjoint(x.views, views) for views in changes):
             value = x.storage.value
             for view in x.views:
                 value = self.view(value, view)
@@ -191,37 +193,37 @@ class Builder:
         return x.value
 
     def write(self, x: Alias, value: Var) -> None:
-        """Give `x` a new value, and give the base of its storage the value that follows."""
+        """Give `x` a new value, and update the base of its storage."""
         storage = x.storage
         old = self.read(x)
 
-        # The values that the views are applied to, from the base of the storage on.
+        # The value that each view is applied to: the base of the storage first.
         bases = [storage.value]
         for view in x.views[:-1]:
             bases.append(self.view(bases[-1], view))
-        # The inverses go back through them, from the tensor to the base.
+        # The inverses lead back, from the tensor to the base.
         new = value
         for base, view in zip(reversed(bases), reversed(x.views)):
             new = self.unview(base, view, new)
 
-        storage.value = self.laid_out(new, storage.value)
+        storage.value = self.with_order_of(new, storage.value)
         storage.writes.append(x.views)
         storage.written_at = self.source
-        # If the memory order differs, the next read applies the views to the new base. Gaps of a part do not matter.
+        # If the memory order differs, the next read applies the views to the new base. Gaps do not matter.
         if self._has_order_of(value, old):
             x.value = value if x.views else storage.value
             x.seen_version = storage.version
 
     def _has_order_of(self, value: Var, old: Var) -> bool:
-        """Whether a value lies in memory as `old` does, or as `old` would without gaps."""
+        """Whether a value has the strides of `old`, or those that `old` would have without gaps."""
         if self.strides[value] == self.strides[old]:
             return True
         dense = _dense(old.shape, self.strides[old])
         shape = old.shape
         return _effective_strides(shape, self.strides[value]) == _effective_strides(shape, dense)
 
-    def laid_out(self, value: Var, old: Var) -> Var:
-        """`value` in the memory order of `old`, so that every view of `old` is also a view of it."""
+    def with_order_of(self, value: Var, old: Var) -> Var:
+        """`value` in the memory order of `old`, so that every view of `old` also applies to it."""
         if self._has_order_of(value, old):
             return value
         if self.meta(old).is_contiguous():
@@ -236,9 +238,12 @@ class Builder:
         return out[view.number] if isinstance(out, tuple) else out
 
     def unview(self, base: Var, view: View, new: Var) -> Var:
-        """`base` with `new` in place of the elements that the view shows."""
+        """`base` with the elements of the view replaced by `new`.
+
+        Raises: TraceError for a view without an inverse.
+        """
         name = view.name
-        # Views of every element.
+        # Views of all elements.
         if view.op is aten.view.dtype:
             return self.emit(view.op, (new, base.dtype))
         if name in _SHAPES:
@@ -267,7 +272,7 @@ class Builder:
         )
 
 
-def _are_apart(first: Sequence[View], second: Sequence[View]) -> bool:
+def _are_disjoint(first: Sequence[View], second: Sequence[View]) -> bool:
     """Whether two tensors of one storage are different parts of one split, or views of different parts."""
     for a, b in zip(first, second):
         if a != b:
@@ -278,17 +283,17 @@ def _are_apart(first: Sequence[View], second: Sequence[View]) -> bool:
 
 @functools.cache
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in the same memory order, without gaps."""
+    """The strides with the same memory order and no gaps."""
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def _effective_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides without those of dims with one element, which mean nothing."""
+    """The strides of dims with more than one element. Other strides have no effect."""
     return [stride for size, stride in zip(shape, strides) if size > 1]
 
 
 def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> Hashable | None:
-    """What identifies the scalar that an operation computes from scalars and numbers; None for other operations."""
+    """The key of a scalar that an operation computes from scalars and numbers; None for other operations."""
     is_literal = op is aten.full.default and args[0] == []
     if is_literal or _is_arithmetic(op, args):
         return structure(Eqn(op, tuple(args), (), kwargs), lambda v: v)
@@ -296,7 +301,7 @@ def _scalar_key(op: Any, args: Sequence, kwargs: dict) -> Hashable | None:
 
 
 def _is_arithmetic(op: Any, args: Sequence) -> bool:
-    """Whether an operation computes a number from numbers: scalar tensors, at least one, and literals."""
+    """Whether an operation computes a scalar elementwise from scalar tensors, at least one, and numbers."""
     facts = op_facts(op)
     is_elementwise = facts.pointwise or op is CAST
     if facts.random or not is_elementwise:

@@ -1,9 +1,9 @@
-"""Trace a function by `make_fx`, on PyTorch's fake tensors, into an FX graph.
+"""Trace a function with `make_fx` into an FX graph, on PyTorch's fake tensors.
 
-The function runs once, whole: forward, backward and update. `make_fx` records its operations as nodes. Two modes stand
-inside: one notes where each operation comes from (see `annotate`), the other replaces functions that cannot be traced
-as they are, and marks gradients (see `function_mode`). Rules for fake tensors that PyTorch lacks are added, and a
-version of torch whose private APIs may differ is refused.
+The function runs once, with its forward, backward and update. `make_fx` records its operations as nodes. Two modes are
+active meanwhile: one records where each operation comes from (see `annotate`), the other replaces functions that cannot
+be traced, and marks gradients (see `function_mode`). This module also adds the rules for fake tensors that PyTorch
+lacks, and refuses a version of torch whose private APIs may differ.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -39,18 +39,18 @@ from .higher_order import any_operands, attention_on_every_device
 from .known_values import KnownInputs
 from .triton_kernels import record_launches
 
-# The releases of torch that ztrans works with, as in pyproject.toml.
+# The releases of torch that ztrans works with, as in pyproject.toml: from OLDEST on, and before BEFORE.
 OLDEST = "2.11"
 BEFORE = "2.15"
 aten = torch.ops.aten
-# The most entries that the cache of fake operations may have after a trace, about 26 MiB.
+# The limit of entries in the cache of fake operations after a trace, about 26 MiB.
 _MOST_FAKE_RESULTS = 1 << 14
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Check the release of torch, whose private APIs change. An installer does so only when it installs ztrans.
+    """Check the release of torch, whose private APIs change. An installer checks it only when it installs ztrans.
 
-    Raises: RuntimeError for a torch outside of the range.
+    Raises: RuntimeError for a release outside of the range.
 
     >>> check_torch("2.13.0+cpu")
     """
@@ -63,13 +63,13 @@ def check_torch(version: str = torch.__version__) -> None:
 
 
 class FxTrace(NamedTuple):
-    """A function as make_fx has traced it.
+    """A function as traced by make_fx.
 
     Attributes:
         module: the FX graph. It takes the tensors of the inputs, and returns the tensors among the results.
         leaves: the leaves of the result: tensors without values, and constants.
         out_tree: the tree of the result.
-        known: the values of inputs that the function has read.
+        known: the inputs whose values the function has read, with these values.
     """
 
     module: fx.GraphModule
@@ -85,9 +85,14 @@ def trace_by_make_fx(
     step: str,
     known: Mapping[int, torch.Tensor],
 ) -> FxTrace:
-    """Trace `call(make_inputs())`. Errors call the inputs by their `names`.
+    """Trace `call(make_inputs())`.
 
-    The function may read the values of inputs that are `known`, by position.
+    Args:
+        call: the function of the inputs.
+        make_inputs: makes the inputs, on fake tensors.
+        names: the names of the inputs, in the graph and in errors.
+        step: the name of the step, for errors.
+        known: by position, the values of inputs that the function may read.
 
     Raises: ValueError if the function does something that a program cannot express (see `annotate`).
     """
@@ -99,7 +104,7 @@ def trace_by_make_fx(
     values_read: list[KnownValue] = []
     fakes = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
-    # `user_source` ends its search at this function, by its name.
+    # `user_source` stops its search at this function, by its name.
     def run_traced(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal results
         inputs = KnownInputs(known, tensors)
@@ -118,9 +123,10 @@ def trace_by_make_fx(
             _allow_non_fake_inputs=True,
             _disable_torch_fn_metadata_mode=True,
         )(*inputs)
-    # It holds casts of fake weights, which the caller's autocast would use.
+    # The cache holds casts of fake weights, which the caller's autocast would use.
     torch.clear_autocast_cache()
-    # FX names placeholders after parameters, and `run_traced` has none with a name. `self` is the module in FX's code.
+    # FX names placeholders after the function's parameters, but `run_traced` has only `*tensors`. In FX's generated
+    # code `self` is the module.
     for node, name in zip(module.graph.find_nodes(op="placeholder"), names):
         node._rename("self_" if name == "self" else name)
         node.target = node.name
@@ -134,32 +140,32 @@ def trace_by_make_fx(
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """PyTorch's settings for a trace.
+    """Set PyTorch up for a trace.
 
-    Autograd runs in one thread, so that its order is deterministic, and optimizers run as under `torch.compile`: they
-    keep their step count as a tensor, which a trace can follow.
+    Autograd runs in one thread, so that its order is deterministic. Optimizers run as under `torch.compile`: they keep
+    their step count as a tensor, which a trace can follow.
     """
     with contextlib.ExitStack() as stack:
-        # In inference mode a step is traced as one that is called without gradients.
+        # A step that is called in inference mode is traced under no_grad.
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # Its context manager is younger than torch 2.11.
+        # Torch 2.11 has no context manager for this flag.
         stack.enter_context(patched(torch.compiler, _is_compiling_flag=True))
-        # A region inside of torch.compile is traced as any other code.
+        # Code under torch.compile is traced like any other code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Distributions check their arguments, which reads the values of tensors.
         stack.enter_context(patched(torch.distributions.Distribution, _validate_args=False))
-        # Where shapes do not fit, this logger would write a second traceback.
+        # If shapes do not fit, this logger would print a second traceback.
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         stack.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
         stack.enter_context(warnings.catch_warnings())
-        # make_fx looks at this attribute of every tensor.
+        # make_fx reads this attribute of every tensor, and PyTorch warns of a read from a non-leaf.
         warnings.filterwarnings("ignore", "The .grad attribute")
         stack.enter_context(fx_traceback.preserve_node_meta())
-        # No code is generated before somebody asks for it.
+        # FX generates the code of a graph when it is first used.
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(mark_checkpoints())
         stack.enter_context(attention_on_every_device())
@@ -171,7 +177,7 @@ def _settings() -> Iterator[None]:
 
 @functools.cache
 def decompositions() -> dict[Any, Callable]:
-    """Operations that a program has by others, which make_fx then records in their place.
+    """The operations that make_fx replaces by simpler ones, with the functions that run those.
 
     - operations over lists, which PyTorch defines by an operation on each member;
     - collectives that change their arguments, or that one rank alone calls (see `c10d`);
@@ -210,12 +216,12 @@ def _finished_work() -> Any:
 
 @functools.cache
 def _complete_fake_rules() -> torch.library.Library:
-    """Give operations rules for fake tensors that PyTorch lacks.
+    """Register the rules for fake tensors that PyTorch lacks.
 
-    Without one, PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss. Its rule for
-    oneDNN's recurrent layers returns an empty workspace, so plans would not count its memory.
+    Without them PyTorch runs a fused optimizer on zeros as large as the model, and refuses ctc_loss. Its rule for
+    oneDNN's recurrent layers returns an empty workspace, so plans would not count that memory.
     """
-    # It is returned, because its kernels go when it is freed.
+    # The cache of this function keeps the library alive: a freed library removes its kernels.
     library = torch.library.Library("aten", "IMPL")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
@@ -232,20 +238,21 @@ def _complete_fake_rules() -> torch.library.Library:
 def _ctc_losses(
     mode: Any, op: Any, log_probs: torch.Tensor, targets: Any, rows: Any, lengths: Any, *rest: Any
 ) -> Any:
-    """The types of the results of `ctc_loss` whose lengths are lists of numbers."""
-    turns, batch = log_probs.shape[:2]
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, turns, 2 * max(lengths) + 1)
+    """Fake results of `ctc_loss` with lengths that are lists of numbers."""
+    time_steps, batch = log_probs.shape[:2]
+    losses = log_probs.new_empty(batch)
+    return losses, log_probs.new_empty(batch, time_steps, 2 * max(lengths) + 1)
 
 
 def _recurrent_layer(
     mode: Any, op: Any, x: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The types of the results of `mkldnn_rnn_layer`, with the workspace that it saves for backward.
+    """Fake results of `mkldnn_rnn_layer`, with the workspace that it saves for backward.
 
     The workspace has 15.3 to 15.7 fp32 numbers for each element of the output, measured with 128 to 256 hidden values.
     """
     *_, hidden, cell, _, _, _, size, _, _, _, _, train = args
     output = x.new_empty(*x.shape[:2], size)
-    saved = 16 * 4 * output.numel() if train else 0
-    workspace = x.new_empty(saved, dtype=torch.uint8)
+    workspace_bytes = 16 * 4 * output.numel() if train else 0
+    workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
     return output, torch.empty_like(hidden), torch.empty_like(cell), workspace

@@ -1,7 +1,7 @@
-"""While a step is traced, each gradient is marked with the value that it is the gradient of.
+"""Mark each gradient of a traced step with the value that it belongs to.
 
-`torch.autograd.grad`, which `torch.func.grad` calls too, gets marks on what it returns (see `ops.marks`). `.backward()`
-is expressed by it. The marks tell transforms which values are gradients, and of which leaves.
+The results of `torch.autograd.grad`, which `torch.func.grad` calls too, are marked (see `ops.marks`). `.backward()` is
+expressed by `torch.autograd.grad`. The marks tell transforms which values are gradients, and of which leaves.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -29,7 +29,7 @@ def check_differentiable(step: str, outputs: Any = None, tensors: Any = None, **
 
 
 def marked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
-    """`torch.autograd.grad` with marks on the gradients that it returns."""
+    """`torch.autograd.grad` with marked results."""
     gradients = _dense(torch.autograd.grad(outputs, inputs, *args, **kwargs))
     results = []
     for g, x in zip(gradients, _listed(inputs)):
@@ -65,7 +65,7 @@ def backward(
     for leaf, g in zip(leaves, _dense(gradients)):
         if g is not None:
             # A fused optimizer pairs the elements of a leaf and its gradient by their order in memory. State is
-            # contiguous, so the gradient must be too. PyTorch's own `.backward()` does the same.
+            # contiguous, so the gradient must be too. PyTorch's own `.backward()` makes it so as well.
             _accumulate(leaf, _marked(g.contiguous(), leaf), create_graph)
             with mode:
                 for hook in (leaf._post_accumulate_grad_hooks or {}).values():
@@ -73,7 +73,7 @@ def backward(
 
 
 def _marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """`g`, marked as the gradient of `p`. That of a DTensor is reduced over its mesh, to the layout of `p`."""
+    """`g`, marked as the gradient of `p`. A DTensor is first reduced over its mesh, to the layout of `p`."""
     if not isinstance(g, DTensor) or not isinstance(p, DTensor):
         return ops.gradient(g, p.detach())
     # With create_graph=True a gradient is differentiated again, and so are the collectives that reduce it.
@@ -87,14 +87,14 @@ def _marked(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-    """These gradients. Raises: ValueError if one is sparse: its shape depends on values."""
+    """The gradients themselves. Raises: ValueError if one is sparse, because its shape depends on values."""
     if any(g is not None and g.layout is not torch.strided for g in gradients):
         raise sparse_gradient(user_source())
     return gradients
 
 
 def _accumulate(leaf: torch.Tensor, g: torch.Tensor, create_graph: bool) -> None:
-    """Add a gradient to `.grad` of a leaf."""
+    """Add a gradient to the `.grad` of a leaf."""
     if leaf.grad is None:
         leaf.grad = g
     elif create_graph:
@@ -114,12 +114,12 @@ def _listed(tensors: Any) -> list:
 def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
 
-    def inputs_of(node: Any) -> list:
-        return [each for each, _ in node.next_functions if each is not None]
+    def next_nodes(node: Any) -> list:
+        return [next_node for next_node, _ in node.next_functions if next_node is not None]
 
-    last = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    loss_nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     leaves: dict[int, torch.Tensor] = {}
-    for node in reachable(last, inputs_of):
+    for node in reachable(loss_nodes, next_nodes):
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
     return list(leaves.values())

@@ -1,10 +1,10 @@
-"""Higher-order operators: their functions get every tensor that they read as an argument.
+"""Pass the functions of higher-order operators every tensor that they read as an argument.
 
     cond(p, lambda x: x @ w, g, [x])    -->    cond(p, lambda x, w: x @ w, lambda x, w: g(x), [x, w])
 
-`torch.cond`, `scan` and `flex_attention` call functions of the step, which may read tensors of the step
-besides their arguments. PyTorch finds these by compiling the function with Dynamo. A trace runs the function once
-without recording it, and takes the tensors that it meets.
+`torch.cond`, `scan` and `flex_attention` call functions of the step. Such a function may read tensors of the step that
+are not its arguments. PyTorch finds them by compiling the function with Dynamo. Here the function runs once,
+unrecorded, and its operations show which tensors it reads.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..calling.global_state import patched
 from ..ir.nested import tensors_in
 from ..ir.source import user_source
-from .annotate import Origin, noting
+from .annotate import Origin, nodes_with_origin
 from .errors import other_containers
 from .regions import Fact
 
@@ -39,13 +39,13 @@ _COND = sys.modules[type(hops.cond).__module__]
 
 
 def any_operands() -> contextlib.AbstractContextManager[None]:
-    """Let the operands of `torch.cond` be any containers of tensors. It checks them before it can be intercepted."""
+    """Allow any containers of tensors as operands of `torch.cond`, which checks them before a mode sees the call."""
     return patched(_COND, validate_subgraph_args_types=lambda operands: None)
 
 
 @contextlib.contextmanager
 def attention_on_every_device() -> Iterator[None]:
-    """Let flex_attention be traced for any device. Without a kernel, a program computes it by its dense meaning."""
+    """Allow flex_attention on any device. Without a kernel for it, a program computes the dense attention."""
     with (
         patched(flex_attention, _validate_device=lambda query, key, value: None),
         warnings.catch_warnings(),
@@ -61,7 +61,7 @@ def call_closed(
 
     Args:
         op, args, kwargs: the operator and its arguments, as the step passes them.
-        visit: gets the arguments that the operator is called with, and returns them, or others in their place.
+        visit: maps the arguments that the operator is called with; by default they stay as they are.
     """
     call = _CLOSED_CALLS.get(op)
     if call is None:
@@ -75,7 +75,7 @@ def _call_cond(
     leaves, tree = pytree.tree_flatten(tuple(operands))
     true_branch = _Flat(if_true, tree)
     false_branch = _Flat(if_false, tree)
-    # Both branches get the tensors that either reads, because the operator passes the same operands to both.
+    # The operator passes the same operands to both branches, so both get the tensors that either of them reads.
     free = _tensors_read_by([true_branch, false_branch], leaves)
     _check_same("the branches of cond return", [true_branch.tree, false_branch.tree])
     operands = (*leaves, *free)
@@ -123,11 +123,11 @@ def _call_attention(
     # Both functions take the indices of batch, head, query and key.
     indices = [q.new_empty((), dtype=torch.int)] * 4
     with TransformGetItemToIndex():
-        of_scores = _tensors_read_by([score_mod], (q.new_empty(()), *indices))
-        of_mask = _tensors_read_by([mask_mod], indices)
-    score_mod = _close(score_mod, of_scores)
-    mask = (*blocks, _close(mask_mod, of_mask))
-    return op(*visit((q, k, v, score_mod, mask, scale, options, tuple(of_scores), tuple(of_mask))))
+        score_tensors = tuple(_tensors_read_by([score_mod], (q.new_empty(()), *indices)))
+        mask_tensors = tuple(_tensors_read_by([mask_mod], indices))
+    score_mod = _close(score_mod, score_tensors)
+    mask = (*blocks, _close(mask_mod, mask_tensors))
+    return op(*visit((q, k, v, score_mod, mask, scale, options, score_tensors, mask_tensors)))
 
 
 _CLOSED_CALLS: Mapping[HigherOrderOperator, Callable] = {
@@ -138,14 +138,14 @@ _CLOSED_CALLS: Mapping[HigherOrderOperator, Callable] = {
 
 
 def _check_same(clause: str, containers: Sequence[pytree.TreeSpec | None]) -> None:
-    """Raises: TraceError for two containers that differ. One of a function that has failed is None."""
+    """Raises: TraceError for two containers that differ. A container is None if its function failed."""
     first, second = containers
     if None not in containers and first != second:
         raise other_containers(clause, containers, user_source())
 
 
 class _Flat:
-    """A function between flat lists. After a call, `tree` is the structure of its results; before, it is None."""
+    """A function from leaves to leaves. `tree` is the structure of its results, known after a call."""
 
     def __init__(self, function: Callable, operands: pytree.TreeSpec) -> None:
         self.function = function
@@ -159,10 +159,10 @@ class _Flat:
 
 
 def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
-    """`function` with the tensors `free`, which it reads besides its arguments, as its last arguments."""
+    """`function` with its free tensors as its last arguments."""
 
     def with_operands(*args: Any) -> Any:
-        # The function still names the tensors themselves. They are replaced where a function of PyTorch gets them.
+        # The function still refers to the free tensors. They are replaced in the calls of PyTorch's functions.
         count = len(args) - len(free)
         operands = dict(zip(map(id, free), args[count:]))
 
@@ -176,25 +176,22 @@ def _close(function: Callable, free: Sequence[torch.Tensor]) -> Callable:
 
 
 class _VisitArguments(TorchFunctionMode):
-    """Call the functions of PyTorch with the arguments that `visit` returns for theirs.
-
-    The operations are recorded with their own lines.
-    """
+    """Applies `visit` to the arguments of PyTorch's functions. Their operations are recorded with their own lines."""
 
     def __init__(self, visit: Callable[[Any], Any]) -> None:
         super().__init__()
         self.visit = visit
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        with noting(Origin(user_source(), Fact())):
+        with nodes_with_origin(Origin(user_source(), Fact())):
             if isinstance(func, HigherOrderOperator):
                 return call_closed(func, args, kwargs or {}, self.visit)
             return func(*self.visit(args), **self.visit(kwargs or {}))
 
 
 def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that `functions` read besides their arguments and what they compute from them."""
-    # The arguments of all operations by their ids.
+    """The free tensors of `functions`: arguments of their operations that they neither get nor compute."""
+    # By id, the arguments of all operations.
     arguments: dict[int, torch.Tensor] = {}
 
     def visit(tree: Any) -> Any:
@@ -217,7 +214,7 @@ def _tensors_read_by(functions: Sequence[Callable], args: Sequence[Any]) -> list
 
 
 class _CollectResults(TorchDispatchMode):
-    """Keep the results of all operations."""
+    """Collects the results of all operations."""
 
     supports_higher_order_operators = True
 

@@ -1,9 +1,9 @@
 """Turn the FX graph of a step into functional equations.
 
-An in-place operation becomes its functional form, and the result is written to the storage of the tensor that it
-changes (see `functionalize`). A fused optimizer (`_fused_adamw_`) becomes one equation for each member of its lists, so
-that each parameter can be updated as soon as its gradient is known. A higher-order operator becomes one equation, with
-sub-programs for the functions that it calls.
+An in-place operation becomes its functional form and a write of the result to the storage of its target (see
+`functionalize`). A fused optimizer (`_fused_adamw_`) becomes one equation per parameter, so that each parameter can be
+updated as soon as its gradient is known. A higher-order operator becomes one equation, with sub-programs for the
+functions that it calls.
 
     y = x[0]; y.add_(1)   -->   y = select(x, 0); y1 = add(y, 1); x1 = select_scatter(x, y1, 0)
 """
@@ -41,8 +41,8 @@ from .triton_kernels import import_launch
 aten = torch.ops.aten
 hops = torch.ops.higher_order
 _OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
-# Lazy views, and the operations that compute their values. PyTorch computes these when an operation reads the view. A
-# collective, or a copy of its memory, does not, so a program computes them where the step takes the view.
+# Lazy views, and the operations that compute their values. PyTorch computes the values when an operation reads the
+# view, but not for a collective or a copy of its memory. So a program computes them where the step makes the view.
 _COMPUTED = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
@@ -52,7 +52,7 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 # In-place operations whose new value may have fewer dims.
 _BROADCASTS = ("aten::copy_", "aten::fill_")
 _NOWHERE = Origin(None, Fact())
-# What policies of selective checkpoints demand. The others are preferences. Torch 2.11 does not have the last one.
+# The demands of the policies of selective checkpoints. Other policies are preferences. Torch 2.11 lacks the last one.
 _DEMANDS: Mapping[str, Demand] = {
     "MUST_SAVE": "save",
     "MUST_RECOMPUTE": "recompute",
@@ -65,7 +65,7 @@ def import_fx(
 ) -> tuple[list[Eqn], list[Any], dict[Eqn, Fact]]:
     """The equations of an FX graph, its outputs, and the facts about each equation for its region.
 
-    Warns of lines that write into a tensor of the `batch`, which the program does not do.
+    Warns of a write into a tensor of the `batch`: the program leaves the caller's tensor as it is.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     strides = {v: node.meta["val"].stride() for v, node in zip(inputs, placeholders, strict=True)}
@@ -83,10 +83,10 @@ def _import_nodes(
 ) -> Any:
     """Add the equations of an FX graph, and return its outputs as traced tensors.
 
-    A node without an origin, as in the functions of an operator, has the origin of its `caller`.
+    A node without an origin, as in the functions of a higher-order operator, has the origin of its `caller`.
     """
     values: dict[fx.Node, Any] = {}
-    unread = iter(inputs)
+    remaining_inputs = iter(inputs)
     outputs: Any = []
     for node in module.graph.nodes:
         origin = origin_of(node) or caller
@@ -94,7 +94,7 @@ def _import_nodes(
         builder.fact = _fact(node, origin)
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), values.__getitem__)
         if node.op == "placeholder":
-            values[node] = next(unread)
+            values[node] = next(remaining_inputs)
         elif node.op == "get_attr":
             attribute = getattr(module, node.target)
             if isinstance(attribute, fx.GraphModule):
@@ -112,13 +112,13 @@ def _import_nodes(
 
 
 def _fact(node: fx.Node, origin: Origin) -> Fact:
-    """The facts of a node, with the policy of the checkpoint that it is in."""
+    """The facts about a node, with the policy of the checkpoint around it."""
     mark = origin.checkpoint
     if mark is None:
         return origin.fact
     policy = policy_of(node.meta, mark)
     dropped = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    # A checkpoint that is not selective leaves the choice to a plan: it demands nothing.
+    # A checkpoint that is not selective demands nothing: a plan may choose.
     demand = None
     if policy is not None and mark.is_selective:
         demand = _DEMANDS.get(policy.name)
@@ -126,17 +126,17 @@ def _fact(node: fx.Node, origin: Origin) -> Fact:
 
 
 def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """Import one operation: a mark, an operation over lists, a view, an in-place operation, or any other."""
+    """Import one operation, and return its results as traced tensors."""
     # unsqueeze_ and others change the view, not the storage.
     if torch.Tag.inplace_view in op.tags:
         op = functional(op)
     name = op._schema.name
-    # Optimizers name their steps for profilers.
+    # Optimizers wrap their steps in a profiler's record_function.
     if name.startswith("profiler::"):
         return None
     if op in _SAME and isinstance(args[0], Alias):
         return args[0]
-    # The first tensor is the second one from here on.
+    # From here on the first tensor is the second one.
     if op is aten.set.source_Tensor:
         return args[1]
     if name in _OURS:
@@ -157,7 +157,7 @@ def _options(builder: Builder, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch_norm(op: Any, args: tuple) -> Any:
-    """A batch norm that declares whether it writes its statistics, which it does in training only."""
+    """The overload of a batch norm that says whether it writes its statistics: it does only in training."""
     if not isinstance(args[3], Alias):
         return op
     return aten._native_batch_norm_legit.default if args[5] else aten.native_batch_norm.default
@@ -166,7 +166,7 @@ def _batch_norm(op: Any, args: tuple) -> Any:
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
     """Import a mark of a gradient, a pmean or a psum.
 
-    The operand is the value that a gradient is for, or the axes of a pmean or psum. Nested levels of torch.func may
+    The operand is the value that the gradient is for, or the axes of the pmean or psum. Nested levels of torch.func may
     mark a gradient twice; the first mark counts.
     """
     value = builder.read(x)
@@ -180,11 +180,11 @@ def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
 
 
 def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any:
-    """Import a view: a tensor in the storage of its base, or several."""
+    """Import a view: one tensor, or several, in the storage of the base."""
     base = args[0]
     rest = tuple(builder.read(args[1:]))
     op = _COMPUTED.get(op, op)
-    # A view of the same shape, as `x.view_as(x)`.
+    # A view of the same shape, such as `x.view_as(x)`.
     if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:
         return base
     # `as_strided` is a view of the whole storage, not of the view that it is called with.
@@ -214,7 +214,7 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     Its functional form returns the new values of these arguments last.
     """
     arguments = arguments_by_name(op, args, kwargs)
-    # The tensors that it changes. An argument may be a list of them.
+    # The tensors that the operation changes. An argument may be a list of them.
     targets: list[Any] = []
     for parameter in op._schema.arguments:
         if is_written(parameter):
@@ -227,12 +227,12 @@ def _in_place(builder: Builder, op: Any, args: Sequence, kwargs: dict, val: Any 
     new_values = results[-len(targets) :]
 
     # A fused optimizer writes its gradients only to unscale them.
-    unwritten: set[int] = set()
+    unchanged_ids: set[int] = set()
     if op_facts(op).fused_update and kwargs.get("grad_scale") is None:
         gradients = args[1]
-        unwritten.update(map(id, gradients))
+        unchanged_ids.update(map(id, gradients))
     for target, value in zip(targets, new_values):
-        if id(target) not in unwritten:
+        if id(target) not in unchanged_ids:
             builder.write(target, _written_value(builder, op, value, builder.read(target)))
 
     if returned:
@@ -246,7 +246,7 @@ def _functional_results(
     """The results of the functional form of an in-place operation: what `op` returns, then the new `targets`."""
     name = op._schema.name
     values = builder.read(args)
-    # What is copied, or what fills the tensor, is the new value.
+    # The source of the copy, or the tensor to fill with, is the new value.
     if name in _BROADCASTS and isinstance(values[1], Var):
         return (values[1],)
     if name == "aten::zero_":
@@ -260,9 +260,9 @@ def _functional_results(
         options.pop(key, None)
     values = with_defaults(op, form, values, kwargs)
     if form is aten.bernoulli.p:
-        return (_drawn(builder, values, options),)
+        return (_random_bits(builder, values, options),)
 
-    # The results of a fused optimizer have the types of what it writes.
+    # The results of a fused optimizer have the types of its targets.
     like = None
     if op_facts(op).fused_update:
         like = [builder.meta(builder.read(x)) for x in targets]
@@ -281,10 +281,10 @@ def _functional_form(builder: Builder, op: Any, targets: list) -> Any:
     return form
 
 
-def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
-    """Random bits, drawn in the order in which the elements of the target lie in memory, as `bernoulli_` draws them.
+def _random_bits(builder: Builder, values: Sequence, options: dict) -> Var:
+    """Random bits, drawn in the memory order of the target, as `bernoulli_` draws them.
 
-    The functional form, `bernoulli`, draws them in the order of the elements. The forms of other draws keep
+    The functional form, `bernoulli`, draws them in the order of the elements. The functional forms of other draws keep
     the layout.
     """
     target, p = values
@@ -298,7 +298,7 @@ def _drawn(builder: Builder, values: Sequence, options: dict) -> Var:
 
 
 def _is_of_library(op: Any) -> bool:
-    """Whether an operator comes from torch.library.custom_op, whose in-place operators have no functional forms."""
+    """Whether an operator comes from torch.library.custom_op and has no functional form."""
     return (
         op.namespace not in ("aten", "prims")
         and torch.Tag.pt2_compliant_tag in op.tags
@@ -309,13 +309,15 @@ def _is_of_library(op: Any) -> bool:
 def _auto_functionalized_results(
     builder: Builder, op: Any, arguments: dict[str, Any], targets: list, val: Any
 ) -> tuple:
-    """Call an operator of torch.library that changes its arguments: PyTorch's `auto_functionalized` copies these."""
+    """The results of an operator of torch.library that changes its arguments: what it returns, then the new `targets`.
+
+    PyTorch's `auto_functionalized` copies these arguments first.
+    """
     if any(isinstance(returned.type, torch.ListType) for returned in op._schema.returns):
         raise TraceError(
             f"trace: the operator {op} changes an argument and returns a list, which PyTorch cannot functionalize.\n"
             f"  at {where(builder.source)}\nReturn a tuple of tensors, or let it change no argument."
         )
-    # It returns what the operator returns, and then the changed copies.
     like = pytree.tree_leaves(val)
     for target in targets:
         like.append(builder.meta(builder.read(target)))
@@ -324,7 +326,7 @@ def _auto_functionalized_results(
 
 
 def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
-    """What `op` writes to a tensor in place: its result, in the dtype of the tensor and broadcast to its shape."""
+    """The result of `op` as it is written to a tensor: in the dtype of the tensor, and broadcast to its shape."""
     if new.shape != old.shape and op._schema.name not in _BROADCASTS:
         raise TraceError(
             f"trace: {op} makes {new.type} of {old.type}; a traced tensor keeps its shape.\n"
@@ -341,36 +343,40 @@ def _written_value(builder: Builder, op: Any, new: Any, old: Var) -> Var:
 def _per_member(
     builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any
 ) -> tuple[list[Alias], ...] | None:
-    """Import `_fused_adamw_`, its functional form and others as one update per parameter."""
+    """Import a fused optimizer, such as `_fused_adamw_` or its functional form, as one update per parameter."""
     is_functional = not any(map(is_written, op._schema.arguments))
     columns: tuple[list[Alias], ...] = tuple([] for _ in op._schema.returns)
     for i in range(len(args[0])):
-        of_member = []
+        member_args = []
         for argument in args:
             # By slices, because some of the lists are empty.
             is_list = isinstance(argument, list)
-            of_member.append(argument[i : i + 1] if is_list else argument)
+            member_args.append(argument[i : i + 1] if is_list else argument)
         if not is_functional:
-            _in_place(builder, op, of_member, kwargs)
+            _in_place(builder, op, member_args, kwargs)
             continue
-        written = [(column, x[i]) for column, x in zip(columns, val) if x]
-        like = [x for _, x in written]
-        values = builder.emit(op, builder.read(of_member), _options(builder, kwargs), like)
-        for (column, _), value in zip(written, values):
+        member_columns = []
+        like = []
+        for column, results in zip(columns, val):
+            if results:
+                member_columns.append(column)
+                like.append(results[i])
+        values = builder.emit(op, builder.read(member_args), _options(builder, kwargs), like)
+        for column, value in zip(member_columns, values):
             column.append(Alias.of(value))
     return columns if is_functional else None
 
 
 def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) -> Any:
-    """Import the call of a higher-order operator. Its results are the leaves of what it returns."""
+    """Import the call of a higher-order operator."""
     if node.target is hops.triton_kernel_wrapper_mutation:
         return import_launch(builder, kwargs)
     results, tree = pytree.tree_flatten(node.meta.get("val"))
     args, kwargs = pytree.tree_map(builder.read, (args, kwargs))
     if node.target is hops.flex_attention_backward:
-        # The results after those for q, k and v are for the tensors that score_mod reads. Fakes have one for each of
-        # them, and the operator returns None where the joint function computes no gradient. Its first five outputs are
-        # the gradients of the score and of its four indices.
+        # The first three results are the gradients of q, k and v. The others belong to the tensors that score_mod
+        # reads. The fake results have one for each of them, but the operator returns None where the joint function
+        # computes no gradient. Its first five outputs are the gradients of the score and of its four indices.
         gradients_of_read_tensors = args[8].graph.outputs[5:]
         for i, gradient in enumerate(gradients_of_read_tensors, start=3):
             if gradient is None:
@@ -380,7 +386,10 @@ def _higher_order(builder: Builder, node: fx.Node, args: tuple, kwargs: dict) ->
 
 
 def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
-    """A function that a higher-order operator calls, which make_fx has traced as a graph of its own."""
+    """A function of a higher-order operator as a sub-program. make_fx has traced it as a graph of its own.
+
+    Raises: TraceError for a function that draws, communicates, or changes an argument.
+    """
     strides: dict[Var, tuple[int, ...]] = {}
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
         fake = node.meta["val"]
@@ -389,7 +398,7 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
     builder = Builder(Names(v.name for v in inputs), strides, source=caller.source)
     arguments = [Alias(Storage(v)) for v in inputs]
     outputs = _import_nodes(builder, module, arguments, caller)
-    # FX has lists of a class of its own, and the function returns plain ones.
+    # FX has its own class of lists; the function returns a plain one.
     returns: type = list
     if isinstance(outputs, tuple):
         returns = tuple
@@ -398,7 +407,7 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
         outputs = [outputs]
     results = _in_separate_memory(builder, outputs, arguments)
 
-    # make_fx numbers the functions of a whole trace. Calls of equal functions have equal names here, and share kernels.
+    # make_fx numbers all functions of a trace. Here equal functions have equal names, so their calls share kernels.
     short = re.sub(r"\d+$", "0", name.replace("_graph", ""))
     graph = dce(Graph(short, inputs, tuple(builder.eqns), tuple(results), 0))
     problem = _problem_of_function(graph)
@@ -413,7 +422,7 @@ def _function(name: str, module: fx.GraphModule, caller: Origin) -> Function:
 def _in_separate_memory(
     builder: Builder, outputs: Sequence[Any], arguments: Sequence[Alias]
 ) -> list[Any]:
-    """The values of outputs. One that shares memory with an argument or an output before it is copied."""
+    """The values of outputs. An output that shares memory with an argument or an earlier output is copied."""
     storages = {id(x.storage) for x in arguments}
     results: list[Any] = []
     for x in outputs:
@@ -427,7 +436,7 @@ def _in_separate_memory(
 
 
 def _problem_of_function(graph: Graph) -> str:
-    """Why a program cannot be a function of an equation; empty if it can be one."""
+    """Why a program cannot be the function of an equation; empty if it can."""
     for e in graph.eqns:
         if is_random(e):
             return f"draws random numbers ({op_name(e.op)})"
@@ -437,11 +446,11 @@ def _problem_of_function(graph: Graph) -> str:
 
 
 def letters(index: int) -> str:
-    """The name of an argument.
+    """A short name for the argument at an index.
 
     >>> letters(0), letters(25), letters(26)
     ('a', 'z', 'a1')
     """
-    turn, position = divmod(index, 26)
+    alphabet, position = divmod(index, 26)
     letter = string.ascii_lowercase[position]
-    return f"{letter}{turn}" if turn else letter
+    return f"{letter}{alphabet}" if alphabet else letter

@@ -1,11 +1,11 @@
-"""The values of tensors that are the same in every call of a step, computed while the step is traced.
+"""Compute values that are the same in every call of a step, for a step that reads them while it is traced.
 
-A step may read such a value: `nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long a table
-of its own is. The trace has recorded the operations that compute it, so they run here, once, on tensors with values.
+`nn.TransformerEncoder` asks whether a mask is causal, and a model asks how long its own table is. The trace has
+recorded the operations that compute such a value, so they run here, once, on tensors with values.
 
-They may start from literals and shapes, and from inputs whose values are known: the tensors of a lifted module. If the
-trace reads such an input, the program is valid for its value only: the step may not change it, and a call with another
-value is refused.
+The operations may start from literals and shapes, and from inputs whose values are known: the tensors of a lifted
+module. If the trace reads such an input, the program is valid only for its value: the step may not change it, and a
+call with another value is refused.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -29,17 +29,20 @@ from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
 from ..ir.source import Source
 
-# The last copy of each module tensor that a trace has read. All programs of a step, up to 64, share it, because a mask
-# may have many megabytes.
+# The last copy of each module tensor that a trace has read. Up to 64 programs of a step share it: a mask may have many
+# megabytes.
 _copies = WeakIdKeyDictionary()
 
 
 class KnownInputs:
-    """The inputs of a step whose values are known, and the inputs that its trace has read.
+    """The inputs of a step whose values are known.
 
     Args:
-        values: their values, by position among the inputs.
-        inputs: the tensors of the trace that stand for all inputs.
+        values: the known values, by position among the inputs.
+        inputs: the tensors of the trace, one for each input.
+
+    Attributes:
+        read: the inputs that the trace has read, by position.
     """
 
     def __init__(self, values: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -54,7 +57,7 @@ class KnownInputs:
         return node in self._positions
 
     def value(self, node: fx.Node, line: Source | None) -> torch.Tensor:
-        """The value of an input, on the CPU, which the user's `line` reads."""
+        """The value, on the CPU, of an input that the user's `line` reads."""
         i = self._positions[node]
         if i not in self.read:
             self.read[i] = KnownValue(i, _copy_of(self._values[i]), line)
@@ -62,7 +65,7 @@ class KnownInputs:
 
 
 def _copy_of(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU: the last one, unless the tensor has changed since."""
+    """A copy of a tensor on the CPU: the previous copy, unless the tensor has changed since."""
     copy = _copies.get(x)
     if copy is None or copy.shape != x.shape or not have_equal_bits(copy, x):
         copy = _copies[x] = x.detach().to("cpu", copy=True)
@@ -84,53 +87,58 @@ def result_of_known(
         if slot is None:
             return None
         nodes[id(x)] = slot.proxy.node
-    needed = _needed(tracer.graph, nodes.values(), inputs)
-    if needed is None:
+    ancestors = _ancestors(tracer.graph, nodes.values(), inputs)
+    if ancestors is None:
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         values: dict[fx.Node, Any] = {}
         for node in tracer.graph.nodes:
-            if node not in needed:
+            if node not in ancestors:
                 continue
             if node in inputs:
-                # A clone: the step may write to it, and calls are compared with the value as it was.
+                # A clone, because the operations may write to it, and later calls are compared with the value.
                 values[node] = inputs.value(node, line).clone()
             else:
-                values[node] = _computed(node, tracer.root, values)
+                values[node] = _value_of(node, tracer.root, values)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: values[nodes[id(x)]], (args, kwargs)
         )
         return op(*args, **kwargs)
 
 
-def _needed(graph: fx.Graph, nodes: Iterable[fx.Node], inputs: KnownInputs) -> set[fx.Node] | None:
-    """The nodes that compute the values of `nodes`, or None if these depend on another input, a draw or other ranks.
+def _ancestors(
+    graph: fx.Graph, nodes: Iterable[fx.Node], inputs: KnownInputs
+) -> set[fx.Node] | None:
+    """The nodes that compute the values of `nodes`; None if these depend on another input, a draw or other ranks.
 
     A node that writes into the memory of one of them, through any view, is one of them too.
     """
-    writers = [(node, _storages(_written(node))) for node in graph.nodes if _written(node)]
-    needed: set[fx.Node] = set()
+    writers: list[tuple[fx.Node, set[int | None]]] = []
+    for node in graph.nodes:
+        targets = _written_arguments(node)
+        if targets:
+            writers.append((node, _storages(targets)))
+    ancestors: set[fx.Node] = set()
     storages: set[int | None] = set()
-    found = list(nodes)
-    while found:
-        node = found.pop()
-        if node in needed:
+    frontier = list(nodes)
+    while frontier:
+        node = frontier.pop()
+        if node in ancestors:
             continue
-        if node not in inputs and not _is_computed_alone(node):
+        if node not in inputs and not _is_deterministic(node):
             return None
-        needed.add(node)
+        ancestors.add(node)
         storages |= _storages([node])
-        found += node.all_input_nodes
-        if not found:
-            found = [
-                writer
-                for writer, written in writers
-                if writer not in needed and not storages.isdisjoint(written)
-            ]
-    return needed
+        frontier += node.all_input_nodes
+        # All memory so far is known now. Its writers may add more nodes.
+        if not frontier:
+            for writer, target_storages in writers:
+                if writer not in ancestors and storages & target_storages:
+                    frontier.append(writer)
+    return ancestors
 
 
-def _is_computed_alone(node: fx.Node) -> bool:
+def _is_deterministic(node: fx.Node) -> bool:
     """Whether a node is a literal, or an operation of PyTorch that draws nothing: its arguments determine its value."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
@@ -140,8 +148,8 @@ def _is_computed_alone(node: fx.Node) -> bool:
     return not draws(op, node.args, node.kwargs)
 
 
-def _computed(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node, on the CPU, from the values of the nodes before it."""
+def _value_of(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node, on the CPU, from the values of earlier nodes."""
     if node.op == "get_attr":
         return getattr(root, str(node.target)).detach().clone()
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -151,20 +159,20 @@ def _computed(node: fx.Node, root: Any, values: dict[fx.Node, Any]) -> Any:
     return function(*args, **kwargs)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes into."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written: list[fx.Node] = []
-    for k, declared in enumerate(node.target._schema.arguments):
-        if is_written(declared):
-            x = node.args[k] if k < len(node.args) else node.kwargs.get(declared.name)
-            written += (each for each in pytree.tree_leaves(x) if isinstance(each, fx.Node))
-    return written
+    arguments: list[fx.Node] = []
+    for k, parameter in enumerate(node.target._schema.arguments):
+        if is_written(parameter):
+            x = node.args[k] if k < len(node.args) else node.kwargs.get(parameter.name)
+            arguments += (leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, fx.Node))
+    return arguments
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int | None]:
-    """The storages of the tensors that nodes stand for."""
+    """The storages of the tensors that nodes compute."""
     storages: set[int | None] = set()
     for node in nodes:
         storages.update(map(storage_of, tensors_in(node.meta.get("val"))))
@@ -172,7 +180,7 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int | None]:
 
 
 def storage_of(x: torch.Tensor) -> int | None:
-    """The storage of a tensor, also inside transforms of torch.func; None for a tensor without one."""
+    """The storage of a tensor, also under transforms of torch.func; None for a tensor without one."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x.untyped_storage()._cdata if x.layout is torch.strided else None

@@ -1,6 +1,6 @@
-"""The two in-place kernels of a GradScaler, written with operations that a program can shard.
+"""The two in-place kernels of a GradScaler, expressed by operations that a program can shard.
 
-make_fx records these operations in place of the kernels (see `fx_trace`). They write into the same tensors.
+make_fx records these operations instead of the kernels (see `fx_trace`). They write into the same tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
-    # A call for gradients of another dtype may have found one before.
-    found_inf.copy_(torch.maximum(found_inf, (not_finite > 0).to(found_inf.dtype)))
+    num_not_finite: Any = sum((~torch.isfinite(g)).sum() for g in grads)
+    # An earlier call, for gradients of another dtype, may have found an inf too.
+    found_inf.copy_(torch.maximum(found_inf, (num_not_finite > 0).to(found_inf.dtype)))
     for g in grads:
         g.copy_((g.float() if g.dtype in HALF else g) * inverse)
 
@@ -31,7 +31,7 @@ def _update(
     backoff: float,
     interval: int,
 ) -> torch.Tensor:
-    """As PyTorch's kernel: back off after a step that was skipped, and grow after `interval` others in a row."""
+    """Like PyTorch's kernel: reduce the scale after a skipped step, and raise it after `interval` others in a row."""
     is_skipped = found_inf > 0
     # The kernel has its factors in fp64.
     grown = (scale.double() * factor).to(scale.dtype)

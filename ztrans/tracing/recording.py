@@ -1,4 +1,4 @@
-"""A step as it was traced, and how calls lead to its inputs and outputs."""
+"""A traced step: its program, and the calls that the program is for."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Recording:
 
     Attributes:
         graph: the program as written.
-        fx: the FX graph that make_fx has traced. It takes the inputs of `graph`, and returns the tensors among its
-            outputs. None in the cache of a step, because it takes half of the memory of a program.
-        out_tree: the tree of what the step returns.
-        signature: what the step was traced for.
+        fx: the FX graph from make_fx. It takes the inputs of `graph`, and returns the tensors among its outputs. None
+            in the cache of a step, because it takes half of the memory of a program.
+        out_tree: the tree of the step's result.
+        signature: the signature of the calls that the program is for.
         function: the function of the step.
         axes: for each input, the mesh axes over which transforms distribute it.
-        user_shardings: for each input, how the step itself divides it.
-        known: the values of leaves of the state that the step has read.
+        user_shardings: for each input, the sharding by the step itself; None if it does not divide the input.
+        known: the leaves of the state whose values the step has read, with these values.
     """
 
     graph: Graph
@@ -51,26 +51,27 @@ class Recording:
 
     @property
     def device_type(self) -> str:
-        """The type of the device that it was traced for: an accelerator if a tensor is on one, "cpu", or "meta"."""
+        """The type of the program's device: an accelerator if a tensor is on one, else "cpu" or "meta"."""
         leaves = [leaf.abstract for leaf in self.signature.leaves]
         device = device_of_program(leaf for leaf in leaves if isinstance(leaf, Abstract))
         return torch.device(device).type
 
     def check_fits(self, call: BoundCall, name: str = "") -> None:
-        """Check that a call has the signature that the step was traced for, in whatever layout its leaves are.
+        """Check that a call has the signature of the program. The layouts of its leaves may differ.
 
-        Raises: TypeError that says what differs. It calls the program by this name.
+        Raises: TypeError that calls the program `name` and says what differs.
         """
         expected = self.signature.without_layout()
-        present = Signature.of(call, self.function).without_layout()
-        if present != expected:
-            raise _misfit(name or self.graph.name, expected.changes(present))
+        actual = Signature.of(call, self.function).without_layout()
+        if actual != expected:
+            raise _misfit(name or self.graph.name, expected.changes(actual))
 
     def local_inputs(self, call: BoundCall) -> Inputs:
-        """The inputs of the program in a call that fits, and this rank's part of each as a tensor.
+        """The inputs of the program in a call that fits: this rank's part of each, as a tensor.
 
-        Raises: TypeError for an input that the step divides in another way; ValueError for a leaf whose value differs
-            from the one that the step read while it was traced.
+        Raises:
+            TypeError: an input is sharded in another way than when the step was traced.
+            ValueError: a leaf has another value than when the trace read it.
         """
         signature = self.signature
         leaves = pytree.tree_leaves(call.tree())
@@ -84,7 +85,7 @@ class Recording:
                 path = signature.paths[i]
                 change = f"{path} was {expected or 'undivided'} and is {sharding or 'undivided'}"
                 raise _misfit(self.graph.name, [change])
-            # The state is written in place, so it is never copied. What is only read may be.
+            # The program writes the state in place, so the state is never copied. Other inputs may be.
             is_state = i < signature.num_state
             tensors.append(local_part(leaf) if is_state else computed_local_part(leaf))
         state = leaves[: signature.num_state]
@@ -95,7 +96,7 @@ class Recording:
         return Inputs(state, tensors)
 
     def tree_of_results(self, added_outputs: Sequence[str]) -> pytree.TreeSpec:
-        """The tree of what a step returns: `(state, output)`, or `(state, (output, added))` with a dict of outputs that
+        """The tree of a step's result: `(state, output)`, or `(state, (output, added))` with a dict of the outputs that
         transforms have added."""
         if not added_outputs:
             return self.out_tree
@@ -105,7 +106,7 @@ class Recording:
 
 
 def _other_value(name: str, path: str, source: Source | None) -> ValueError:
-    """The error of a leaf whose value differs from the one that the trace read."""
+    """A leaf has another value than when the trace read it."""
     return ValueError(
         f"{name}: {path} has other values than it had when the step was traced, which read them.\n"
         f"  at {where(source)}\n"
@@ -115,7 +116,7 @@ def _other_value(name: str, path: str, source: Source | None) -> ValueError:
 
 
 def _misfit(name: str, changes: Sequence[str]) -> TypeError:
-    """A call for which a program was not made."""
+    """A call that the program was not made for."""
     lines = "".join(f"  * {change}\n" for change in changes[:4])
     return TypeError(
         f"{name}: its program was made for another call:\n{lines}"

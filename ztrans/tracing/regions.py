@@ -1,12 +1,12 @@
-"""The regions of a step: forward, backward and update.
+"""Label the equations of a step with their regions: forward, backward and update.
 
-The region of an equation follows from the first of these rules that holds:
+The first of these rules that holds gives the region of an equation:
 
 1. Autograd ran it, or it marks a gradient: backward.
 2. It depends on the batch: forward before the last backward, and update after it. In a step without a backward it is
-   forward, unless its results enter the state other than through `pmean` or `psum`: update.
+   forward, unless its results enter the state other than through `pmean` or `psum`: then update.
 3. Autograd recorded it, and a backward uses its results: forward.
-4. The update computes it (see `_updated`), or it depends on a gradient: update.
+4. It computes a value of the update (see `_update_values`), or it depends on a gradient: update.
 5. It precedes the last backward, if there is one, and forward or backward reads its result: forward.
 6. Otherwise: update.
 
@@ -27,14 +27,14 @@ from ..ir.varying import varying
 
 @dataclass(frozen=True)
 class Fact:
-    """What a trace has noted about an equation.
+    """The facts of a trace about an equation, for its region.
 
     Attributes:
         backward: autograd ran it.
         recorded: autograd recorded it, to run its derivative later.
-        checkpoint: the number of the checkpoint that it is in.
+        checkpoint: the number of the checkpoint around it.
         dropped: that checkpoint does not store its results: backward recomputes them.
-        demand: what a selective checkpoint demands of its results.
+        demand: the demand of a selective checkpoint for its results.
     """
 
     backward: bool = False
@@ -48,7 +48,7 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     """Give every equation its region."""
     evidence = _Evidence(graph, facts)
     eqns = []
-    # The equations that read a value are labelled before the one that computes it.
+    # Backwards, because rule 5 needs the regions of the equations that read a value.
     for e in reversed(graph.eqns):
         region = evidence.region(e)
         if region != "update":
@@ -58,52 +58,52 @@ def label_regions(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
 
 
 class _Evidence:
-    """The facts about a program from which the region of an equation follows."""
+    """The sets of equations and values by which the rules decide."""
 
     def __init__(self, graph: Graph, facts: Mapping[Eqn, Fact]) -> None:
         backward = [i for i, e in enumerate(graph.eqns) if facts[e].backward]
-        # A step without a backward has all its equations before one.
+        # Without a backward, all equations count as before it.
         self.before_last_backward = set(graph.eqns[: backward[-1]] if backward else graph.eqns)
         self.facts = facts
-        self.on_batch = _on_batch(graph)
-        self.differentiated = _differentiated(graph, facts)
+        self.batch_values = _batch_values(graph)
+        self.differentiated_eqns = _differentiated_eqns(graph, facts)
 
-        # What forward and backward read. At first this is what equations that depend on the batch read;
-        # `label_regions` adds what the equations read that it labels forward or backward.
+        # The values that forward and backward read: at first the values that equations on the batch read. As
+        # `label_regions` labels an equation forward or backward, it adds the values that this equation reads.
         self.read_early: set[Var] = set()
         gradients: set[Var] = set()
         for e in graph.eqns:
             if e.op is GRADIENT:
                 gradients.update(e.results)
-            if _binds(e, self.on_batch):
+            if _binds(e, self.batch_values):
                 self.read_early.update(e.ins)
 
-        after_gradients = depending(graph.eqns, gradients)
-        self.updated = _updated(graph, facts, self.on_batch, self.differentiated) | after_gradients
-        self.unreduced: set[Var] = set()
+        update_values = _update_values(graph, facts, self.batch_values, self.differentiated_eqns)
+        self.update_values = update_values | depending(graph.eqns, gradients)
+        self.unreduced_values: set[Var] = set()
         if not backward:
-            self.unreduced = _unreduced(graph, self.on_batch)
+            self.unreduced_values = _unreduced_values(graph, self.batch_values)
 
     def region(self, e: Eqn) -> Region:
-        """The region of the first rule that holds for an equation."""
+        """The region of an equation, by the first rule that holds."""
         early = e in self.before_last_backward
         if self.facts[e].backward or e.op is GRADIENT:
             return "backward"
-        if _binds(e, self.on_batch):
-            return "forward" if early and not _binds(e, self.unreduced) else "update"
-        if e in self.differentiated:
+        if _binds(e, self.batch_values):
+            return "forward" if early and not _binds(e, self.unreduced_values) else "update"
+        if e in self.differentiated_eqns:
             return "forward"
-        if _binds(e, self.updated):
+        if _binds(e, self.update_values):
             return "update"
         return "forward" if early and _binds(e, self.read_early) else "update"
 
 
-def _on_batch(graph: Graph) -> Set[Var]:
+def _batch_values(graph: Graph) -> Set[Var]:
     """The values that depend on the batch."""
     eqns = []
     for e in graph.eqns:
-        # No equation has a region yet. As one of the update, a draw in the shape of an invariant value is invariant,
-        # because it does not depend on the batch.
+        # No equation has a region yet. A draw in the shape of an invariant value does not depend on the batch. It is
+        # labelled update here, where `varying` takes such a draw for invariant.
         eqns.append(e.replace(region="update") if is_random(e) else e)
     return varying(graph.replace(eqns=tuple(eqns)), ("batch",)).keys()
 
@@ -113,40 +113,43 @@ def _binds(e: Eqn, values: Set[Var]) -> bool:
     return not values.isdisjoint(e.results)
 
 
-def _differentiated(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
+def _differentiated_eqns(graph: Graph, facts: Mapping[Eqn, Fact]) -> set[Eqn]:
     """The equations of the differentiated function: autograd recorded them, and a backward uses their results."""
-    differentiated: set[Eqn] = set()
-    reaches: set[Var] = set()
+    differentiated_eqns: set[Eqn] = set()
+    # The values that a backward uses, directly or through other equations.
+    backward_inputs: set[Var] = set()
     for e in reversed(graph.eqns):
-        if facts[e].backward or _binds(e, reaches):
+        if facts[e].backward or _binds(e, backward_inputs):
             if e.op is not GRADIENT:
-                reaches.update(e.ins)
+                backward_inputs.update(e.ins)
             if facts[e].recorded and not facts[e].backward:
-                differentiated.add(e)
-    return differentiated
+                differentiated_eqns.add(e)
+    return differentiated_eqns
 
 
-def _updated(
-    graph: Graph, facts: Mapping[Eqn, Fact], on_batch: Set[Var], differentiated: set[Eqn]
+def _update_values(
+    graph: Graph, facts: Mapping[Eqn, Fact], batch_values: Set[Var], differentiated_eqns: set[Eqn]
 ) -> set[Var]:
-    """The values that the update computes, as far as they follow from its results.
+    """The values of the update: new state, values that a gradient is for, and values that these are computed from.
 
-    They become state, or a gradient is for them, or such a value is computed from them.
-    Values that depend on the batch, or that the differentiated function computes, are left out.
+    Values that depend on the batch are left out, and so are values that only the differentiated function or a backward
+    uses.
     """
-    update_values = {v for v in variables(graph.outputs[: graph.num_state]) if v not in on_batch}
+    new_state = variables(graph.outputs[: graph.num_state])
+    update_values = {v for v in new_state if v not in batch_values}
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
-            update_values.update(v for v in e.args[1:] if v not in on_batch)
-        elif _binds(e, update_values) and e not in differentiated and not facts[e].backward:
-            update_values.update(v for v in e.ins if v not in on_batch)
+            update_values.update(v for v in e.args[1:] if v not in batch_values)
+        elif _binds(e, update_values) and e not in differentiated_eqns and not facts[e].backward:
+            update_values.update(v for v in e.ins if v not in batch_values)
     return update_values
 
 
-def _unreduced(graph: Graph, on_batch: Set[Var]) -> set[Var]:
-    """Values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
-    unreduced = {v for v in variables(graph.outputs[: graph.num_state]) if v in on_batch}
+def _unreduced_values(graph: Graph, batch_values: Set[Var]) -> set[Var]:
+    """The values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
+    new_state = variables(graph.outputs[: graph.num_state])
+    unreduced_values = {v for v in new_state if v in batch_values}
     for e in reversed(graph.eqns):
-        if _binds(e, unreduced) and e.op not in (PMEAN, PSUM):
-            unreduced.update(v for v in e.ins if v in on_batch)
-    return unreduced
+        if _binds(e, unreduced_values) and e.op not in (PMEAN, PSUM):
+            unreduced_values.update(v for v in e.ins if v in batch_values)
+    return unreduced_values

@@ -1,7 +1,7 @@
-"""Operations whose scalar argument is a tensor, such as `p.add_(g, alpha=-lr)` with a learning rate that is an input.
+"""Express operations with a scalar argument that is a tensor, such as `p.add_(g, alpha=-lr)` if `lr` is an input.
 
-PyTorch would read such a scalar by `.item()`. Here the operation is expressed by arithmetic on tensors, which on a CPU
-gives the bits that PyTorch computes with a Python number.
+PyTorch would read such a scalar by `.item()`. Arithmetic on tensors does not, and on a CPU it gives the same bits as
+PyTorch with a Python number.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 
 from ..ops import HALF
 
-# The operations with a scalar, and how many operands precede it.
+# The operations with a scalar, and the number of operands before it.
 _OPERANDS = {"add": 2, "sub": 2, "lerp": 2, "addcmul": 3, "addcdiv": 3}
 _SCALAR_NAMES = ("alpha", "value", "scalars", "weight")
 
 
 def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of `func(*args, **kwargs)` if a scalar argument is a tensor; otherwise NotImplemented.
+    """The result of `func(*args, **kwargs)` if the scalar argument is a tensor; otherwise NotImplemented.
 
     >>> x = torch.ones(2)
     >>> with_tensor_scalar(torch.Tensor.add_, (x, torch.ones(2)), {"alpha": torch.tensor(3.0)})
@@ -42,22 +42,22 @@ def with_tensor_scalar(func: Callable, args: tuple, kwargs: dict) -> Any:
     operands = args[:count]
     if name.startswith("_foreach_"):
         return _over_lists(operation, operands, scalar, in_place)
-    return NotImplemented if scalar.ndim else _computed(operation, operands, scalar, in_place)
+    return NotImplemented if scalar.ndim else _result(operation, operands, scalar, in_place)
 
 
 def _over_lists(operation: str, operands: tuple, scalar: torch.Tensor, in_place: bool) -> Any:
-    """An operation over lists, member by member. `scalar` has one dim if each member has its own scalar."""
+    """The results of an operation over lists. `scalar` has one dim if each member of a list has its own scalar."""
     if any(isinstance(x, torch.Tensor) for x in operands):
         return NotImplemented
     results = []
     for k, members in enumerate(zip(*operands)):
-        of_member = scalar[k] if scalar.ndim else scalar
-        results.append(_computed(operation, members, of_member, in_place))
+        member_scalar = scalar[k] if scalar.ndim else scalar
+        results.append(_result(operation, members, member_scalar, in_place))
     return results
 
 
 def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
-    """The scalar of an operation, which follows its operands or is passed by name; None if there is none."""
+    """The scalar of an operation, passed by position after the operands or by name; None if there is none."""
     if rest:
         return rest[0]
     for name in _SCALAR_NAMES:
@@ -66,23 +66,23 @@ def _scalar_argument(rest: tuple, kwargs: dict) -> Any:
     return None
 
 
-def _computed(
-    operation: str, operands: tuple, scalar: torch.Tensor, in_place: bool
-) -> torch.Tensor:
+def _result(operation: str, operands: tuple, scalar: torch.Tensor, in_place: bool) -> torch.Tensor:
     """The result for one tensor."""
     x, y = operands[:2]
     dtype = torch.result_type(x, y) if isinstance(y, torch.Tensor) else x.dtype
-    # In half precision PyTorch computes in fp32, with the scalar in fp32 too. Only `add` and `sub` on a CPU round it.
+    # In half precision PyTorch computes in fp32, and keeps the scalar in fp32. Only `add` and `sub` on a CPU round it.
     rounds_scalar = x.device.type == "cpu" and operation in ("add", "sub")
     in_fp32 = dtype in HALF and not rounds_scalar
-    wide = torch.float32 if in_fp32 else dtype
-    rest = pytree.tree_map_only(torch.Tensor, lambda v: v.to(wide), (*operands[1:], scalar))
+    compute_dtype = torch.float32 if in_fp32 else dtype
+    rest = pytree.tree_map_only(
+        torch.Tensor, lambda v: v.to(compute_dtype), (*operands[1:], scalar)
+    )
     result = _scaled(operation, x.float() if in_fp32 else x, *rest).to(dtype)
     return x.copy_(result) if in_place else result
 
 
 def _scaled(operation: str, x: torch.Tensor, y: Any, *rest: Any) -> torch.Tensor:
-    """`x + scalar * y`, `x + scalar * y * z` or `x + scalar * y / z`, in the order in which PyTorch computes them."""
+    """`x + scalar * y`, `x + scalar * y * z`, `x + scalar * y / z` or a lerp, with PyTorch's order of operations."""
     *z, scalar = rest
     if operation == "sub":
         scalar = -scalar

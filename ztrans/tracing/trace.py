@@ -1,8 +1,8 @@
-"""Record a call of a train step as a `Recording`, whose graph has its forward, backward and update.
+"""Trace a call of a train step into a `Recording`: its forward, backward and update in one graph.
 
-make_fx traces the step into an FX graph (see `fx_trace`), in which each node has the user's line and the facts for its
-region (see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python
-values that it reads is refused (see `purity`).
+make_fx traces the step into an FX graph (see `fx_trace`), whose nodes have the user's lines and the facts for regions
+(see `annotate`). The graph is imported as functional equations (see `import_fx`). A step that changes the Python values
+that it reads is refused (see `purity`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ def trace(
 
     Args:
         fn: the train step.
-        call: its arguments. Leaves may be real, fake or meta tensors, DTensors, and numbers, which become inputs, never
-            constants.
-        function: what is known of `fn`.
+        call: the arguments of the call. Leaves may be real, fake or meta tensors, DTensors, and numbers. Numbers become
+            inputs too, never constants.
+        function: the parameters, reads and extra argument of `fn`.
         micro: the number of equal parts of the batch; the program is for one of them.
         device: the device on which meta leaves are traced; by default the device of the other leaves.
-        axes: for each leaf, the mesh axes over which transforms distribute it; by default none. On these a DTensor is
-            traced whole. Along other axes the step sees a DTensor, and the program has its local part.
-        memories: for each leaf of the state, the memory that transforms keep it in. The step sees all on the device.
+        axes: for each leaf, the mesh axes over which transforms distribute it; by default none. Over these axes a
+            DTensor is traced whole. Over its other axes the step sees a DTensor, and the program has the local part.
+        memories: for each leaf of the state, the memory that transforms keep it in. The step sees all leaves on the
+            device.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -78,7 +79,7 @@ def trace(
             graph=graph,
             fx=traced.module,
             out_tree=traced.out_tree,
-            # A trace may change what the step reads: the program is for what is there after it.
+            # A trace may change the values that the step reads. The program is for the values after the trace.
             signature=Signature.of(call, function),
             function=function,
             axes=tuple(leaf.axes for leaf in step.inputs),
@@ -90,7 +91,7 @@ def trace(
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the arguments of a call, as its trace sees it.
+    """A leaf of the arguments of a call.
 
     Attributes:
         value: the leaf as the caller passes it.
@@ -98,11 +99,11 @@ class _Leaf(NamedTuple):
         path: its name in messages.
         abstract: an `Abstract` for an input of the program, or a `Constant`.
         axes: the mesh axes over which transforms distribute it.
-        user_sharding: how the step itself divides it.
-        spec: the layout in which the step sees it, if the step itself divides it.
+        user_sharding: its sharding by the step itself.
+        spec: the layout of the DTensor that the step sees, if the step itself divides the leaf.
         is_state: whether it belongs to the state.
         in_batch: whether it is a tensor of the batch, which differs from rank to rank.
-        known: the tensor whose value it has, if the step may read it while it is traced.
+        known: a tensor with its value, if the step may read that value while it is traced.
     """
 
     value: Any
@@ -128,7 +129,7 @@ class _FlatStep:
 
     @property
     def inputs(self) -> list[_Leaf]:
-        """The leaves that are inputs of the program. The others are constants."""
+        """The leaves that are inputs of the program. Other leaves are constants."""
         return [leaf for leaf in self.leaves if isinstance(leaf.abstract, Abstract)]
 
     @property
@@ -137,7 +138,7 @@ class _FlatStep:
         return [leaf for leaf in self.leaves if leaf.is_state]
 
     def empty_inputs(self, device: str) -> list[torch.Tensor]:
-        """A new tensor for each input. Those of meta leaves are on this device."""
+        """A new tensor for each input, on its own device; for a meta leaf on `device`."""
         tensors = []
         for leaf in self.inputs:
             requires_grad = getattr(leaf.value, "requires_grad", False)
@@ -153,12 +154,12 @@ class _FlatStep:
 
 
 def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, FxTrace]:
-    """The program of a step, and the trace that it comes from."""
+    """The program of a step, and the FX trace that it comes from."""
     device = device_of_program(leaf.abstract for leaf in step.inputs)
-    # `device` may name one GPU of several, on which meta leaves are then traced too.
-    is_of_this_type = device != "meta" and device_of_meta == torch.device(device).type
-    if device_of_meta is None or is_of_this_type:
-        # A program without tensors on a device is planned for GPUs, which may not be there to trace on.
+    # The other leaves may be on one GPU of several, such as "cuda:1": "cuda" for meta leaves means the same GPU.
+    is_same_type = device != "meta" and device_of_meta == torch.device(device).type
+    if device_of_meta is None or is_same_type:
+        # A program without tensors on a device is planned for GPUs, but this machine may have none to trace on.
         device_of_meta = "cpu" if device == "meta" else device
     names = [leaf.name for leaf in step.inputs]
     known = {i: leaf.known for i, leaf in enumerate(step.inputs) if leaf.known is not None}
@@ -172,16 +173,16 @@ def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, F
         variables.append(variable)
         if leaf.in_batch:
             batch.add(variable)
-    # The FX graph has the casts of the caller's autocast. The importer runs operations on meta tensors, to find their
-    # types, and these must not be cast again.
+    # The FX graph already has the casts of the caller's autocast. The importer runs operations on meta tensors to find
+    # the types of results; autocast would cast these again.
     with without_autocast():
-        eqns, computed, facts = import_fx(traced.module, variables, batch)
+        eqns, fx_outputs, facts = import_fx(traced.module, variables, batch)
 
-    # The outputs of the FX graph are tensors. What else the step returns is a constant.
-    remaining = iter(computed)
+    # The FX graph returns only tensors. Other results of the step are constants.
+    remaining_tensors = iter(fx_outputs)
     outputs: list[Any] = []
     for x in traced.leaves:
-        outputs.append(next(remaining) if isinstance(x, torch.Tensor) else x)
+        outputs.append(next(remaining_tensors) if isinstance(x, torch.Tensor) else x)
 
     graph = Graph(
         step.name,
@@ -190,7 +191,7 @@ def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, F
         tuple(outputs),
         len(step.state),
         frozenset(batch),
-        # The shapes of whole leaves: those of the inputs are of a part if the step itself divides a leaf.
+        # The shapes of whole leaves. If the step itself divides a leaf, its input has the shape of a part.
         leaf_shapes=tuple(tuple(getattr(leaf.value, "shape", ())) for leaf in step.state),
     )
     _check_state(graph, step.state)
@@ -208,7 +209,7 @@ def _leaves_of(
     axes: Sequence[tuple[str, ...]],
     memories: Sequence[MemoryKind],
 ) -> list[_Leaf]:
-    """The leaves of a call: first the state, then the batch, then the extra argument.
+    """The leaves of a call: the state, the batch, and the extra argument, in this order.
 
     Raises: TypeError or ValueError for a leaf that a program cannot have.
     """
@@ -231,7 +232,7 @@ def _leaves_of(
         if not is_state and UserSharding.axes_of(value, leaf_axes):
             raise divided_batch(path)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
-        # A leaf on the host is traced as one without a device: on the device of the others.
+        # A leaf on the host is traced like a meta leaf, on the device of the other leaves.
         if is_state and memories and memories[i] == "host":
             abstract = abstract._replace(device="meta")
         leaf = _Leaf(
@@ -251,19 +252,19 @@ def _leaves_of(
 
 
 def _seen_by_step(leaves: Sequence[_Leaf], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The leaves that the step sees, with these tensors for the inputs of the program."""
-    unread = iter(tensors)
+    """The leaves as the step sees them, with these tensors for the inputs of the program."""
+    remaining_tensors = iter(tensors)
     arguments = []
     for leaf in leaves:
         if isinstance(leaf.abstract, Constant):
             arguments.append(leaf.abstract.value)
         else:
-            arguments.append(as_dtensor(next(unread), leaf.spec))
+            arguments.append(as_dtensor(next(remaining_tensors), leaf.spec))
     return arguments
 
 
 def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple[Any, Any]:
-    """The new state and the output of a step, with local tensors for DTensors.
+    """The new state, with local tensors for DTensors, and the output of a step, with whole tensors for DTensors.
 
     Raises:
         TraceError: a leaf of the state was a DTensor and is a full tensor now, or the other way round.
@@ -273,7 +274,7 @@ def _local_results(state: Sequence[_Leaf], new_state: Any, output: Any) -> tuple
     with torch.no_grad():
         new = [in_layout(x, leaf.spec, leaf.path) for x, leaf in zip(new, state)]
         output = pytree.tree_map_only(DTensor, DTensor.full_tensor, opened(output))
-    # A map over an opened tree gives the user's containers again.
+    # The map over an opened tree has rebuilt the user's containers.
     output = opened(output)
     paths = [leaf.path for leaf in state]
     refuse_wrappers((*zip(paths, new), *named_outputs(output)))

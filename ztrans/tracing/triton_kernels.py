@@ -1,14 +1,14 @@
-"""Triton kernels that a step launches: each launch is one equation, with a GPU or without one.
+"""Record each launch of a Triton kernel as one equation, with or without a GPU.
 
     add_kernel[grid](x, y, out, n, BLOCK=16)    -->    out1 = triton(add_kernel[(2,)](n=24, BLOCK=16), x, y, out)
 
-While a step is traced, a launch runs nothing. The source of a kernel tells which arguments it changes. It writes by
-`tl.store(pointer, ...)`, an atomic operation, the `store` of a descriptor, or assembly that is not pure. The pointer is
-computed from the arguments in its expression, and from the arguments that the names in it were computed from: by
-assignments, loops and comprehensions. What `tl.load` returns is a value and not a pointer. An argument that is passed
-on to another kernel function counts as changed. So do all arguments if the source binds names in another way.
+While a step is traced, a launch runs nothing. The source of a kernel shows which arguments it changes. It writes by
+`tl.store(pointer, ...)`, an atomic operation, the `store` of a descriptor, or assembly that is not pure. The pointer
+comes from the arguments in its expression, and from the arguments that its names were computed from, by assignments,
+loops and comprehensions. The result of `tl.load` is a value, not a pointer. An argument that is passed on to another
+kernel function counts as changed. All arguments do if the source binds names in another way.
 
-Kernels of an operator of `torch.library` (`triton_op`, `custom_op`) are a part of this operator.
+A kernel inside an operator of `torch.library` (`triton_op`, `custom_op`) is part of that operator.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14, with triton 3.6 to 3.8.
 """
@@ -35,7 +35,7 @@ from ..ir.triton_launch import Launch, has_tuning_wrappers, unwrapped
 from .errors import writes_nothing
 from .functionalize import Builder
 
-# Every operation that writes has one of these in its name.
+# The name of every operation that writes contains one of these.
 _WRITES = ("store", "atomic_")
 # The statements whose assignments are analysed. Any other statement of a kernel may bind names in unknown ways.
 _STATEMENTS = (
@@ -48,8 +48,8 @@ _PYTHON = ("range", "min", "max", "len", "float", "int")
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[None]:
-    """Record launches of Triton kernels instead of running them, whether `wrap_triton` has wrapped a kernel or not."""
-    # Before somebody imports Triton, no kernel exists.
+    """Record launches of Triton kernels instead of running them, with or without `wrap_triton` around a kernel."""
+    # Until Triton is imported, no kernel exists.
     if "triton" not in sys.modules:
         yield
         return
@@ -62,7 +62,7 @@ def record_launches() -> Iterator[None]:
 def _recorded_launch(kernel: Any, grid: Any) -> Callable:
     def launch(*args: Any, **options: Any) -> None:
         arguments = dict(zip(kernel.arg_names, args)) | options
-        # The grid of a kernel that chooses its block sizes depends on its choice, which is made when it runs.
+        # The wrappers of an autotuned kernel choose its block sizes when it runs, and the grid may depend on them.
         size = grid
         if callable(grid) and not has_tuning_wrappers(kernel):
             size = grid(arguments)
@@ -90,7 +90,7 @@ def _recorded_launch(kernel: Any, grid: Any) -> Callable:
 def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
     """Import a recorded launch as an equation, and write its results to the arguments that the kernel changes.
 
-    Raises: ValueError if its source writes into none of them.
+    Raises: ValueError if the kernel's source writes into no argument.
     """
     kernel: Any = kernel_side_table.get_kernel(recorded["kernel_idx"])
     constants = kernel_side_table.get_constant_args(recorded["constant_args_idx"])
@@ -109,7 +109,7 @@ def import_launch(builder: Builder, recorded: Mapping[str, Any]) -> None:
 
 
 def changed_arguments(function: FunctionType) -> set[str]:
-    """The names of the arguments into which the source of a kernel may write.
+    """The names of the arguments that a kernel may write into, by its source.
 
     >>> def kernel(x, out):
     ...     pointer = out + tl.arange(0, 16)
@@ -122,16 +122,16 @@ def changed_arguments(function: FunctionType) -> set[str]:
     if _binds_otherwise(tree):
         return set(parameters)
     # For each name in the kernel, the names that its values are computed from.
-    computed_from: defaultdict[str, list[str]] = defaultdict(list)
+    sources_of: defaultdict[str, list[str]] = defaultdict(list)
     for target, value in _assignments(tree):
         for name in _names(target):
-            computed_from[name] += _names(value)
+            sources_of[name] += _names(value)
     scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     pointers: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            pointers += _stored_to(node, scope)
-    sources = reachable(pointers, computed_from.__getitem__)
+            pointers += _pointers_written(node, scope)
+    sources = reachable(pointers, lambda name: sources_of[name])
     return set(sources) & parameters
 
 
@@ -147,10 +147,7 @@ def _binds_otherwise(tree: ast.Module) -> bool:
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The targets and values of the assignments, loops and comprehensions of a source.
-
-    `a, b = x, y` gives two pairs.
-    """
+    """The targets and values of assignments, loops and comprehensions. `a, b = x, y` gives two pairs."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             value = node.value
@@ -177,7 +174,7 @@ def _has_star(entries: list[ast.expr]) -> bool:
 
 
 def _names(tree: ast.expr) -> Iterator[str]:
-    """The names in an expression from which its value is computed. What a load reads is not among them."""
+    """The names that the value of an expression is computed from, without the names inside a load."""
     if isinstance(tree, ast.Call) and _called_name(tree).startswith("load"):
         return
     if isinstance(tree, ast.Name):
@@ -189,8 +186,8 @@ def _names(tree: ast.expr) -> Iterator[str]:
             yield from _names(child)
 
 
-def _stored_to(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the pointers through which a call writes. `scope` has the globals of the kernel."""
+def _pointers_written(call: ast.Call, scope: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the pointers that a call writes through. `scope` has the kernel's globals and closure variables."""
     arguments = list(call.args)
     by_name: dict[str | None, ast.expr] = {}
     for keyword in call.keywords:
@@ -214,7 +211,7 @@ def _is_true(flag: ast.expr | None) -> bool:
 
 
 def _calls_another_kernel(call: ast.Call, scope: Mapping[str, Any]) -> bool:
-    """Whether a call is of a kernel function that the user wrote, by its name or in a module."""
+    """Whether a call is of the user's own kernel function, by its name or as an attribute of a module."""
     if not isinstance(call.func, ast.Attribute):
         return _called_name(call) not in _PYTHON
     owner = call.func.value
