@@ -553,7 +553,7 @@ def test_wrong_uses_of_several_optimizers_are_refused():
     nets, optimizers, loop_step = adversaries()
     with pytest.raises(
         TypeError,
-        match=r"lift: the model is a list, and no nn.Module.\nCombine several modules in one, nn.ModuleList",
+        match=r"lift: expected an nn.Module, got list.\nCombine several modules in one, nn.ModuleList",
     ):
         zt.lift(loop_step, [*nets.values()], optimizers)
     with pytest.raises(

@@ -1,1 +1,1 @@
-"""An ordinary training loop as a pure train step and its state."""
+"""Turn an ordinary training loop into a pure train step and its state."""

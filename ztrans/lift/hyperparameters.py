@@ -1,12 +1,12 @@
-"""Which values in the parameter groups of optimizers are inputs of a program, and which are constants.
+"""Divide the values in the parameter groups of optimizers into inputs and constants of a program.
 
-Every call reads the groups, so what a scheduler has set is what the next step uses. Floats, tuples of floats, and
-tensors are inputs. Whole numbers, bools, None and text are constants, and so is the sign of each float, because an
-optimizer leaves out a term whose factor is zero. A learning rate is an input whatever number it is, and has no sign: no
-optimizer leaves out the step.
+Every call reads the groups, so the next step uses the values that a scheduler has set. Floats, tuples of floats, and
+tensors are inputs. Whole numbers, bools, None and text are constants. So is the sign of each float, because an
+optimizer leaves out a term whose factor is zero. A learning rate is an input even if it is a whole number, and its sign
+is not a constant: no optimizer leaves out the step.
 
-A loop step that changed a hyperparameter, or stepped a scheduler, would do so once, while it is traced. `unchanged` and
-`schedulers_refused` refuse that.
+If a loop step changed a hyperparameter, or stepped a scheduler, that would happen once, while it is traced. `unchanged`
+and `schedulers_refused` refuse it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..tracing.errors import TraceError
 ParamGroup = dict[str, Any]
 
 # The coefficients of Muon's polynomial: `torch.addmm` takes them by value, so they are constants.
-_TAKEN_BY_VALUE = ("ns_coefficients",)
+_KEYS_BY_VALUE = ("ns_coefficients",)
 _PLAIN = (bool, int, str, type(None))
 
 
@@ -41,7 +41,7 @@ def groups_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
 
 
 def inputs_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
-    """For each group the present values of its inputs, by key."""
+    """For each group, the present values of its inputs, by key."""
     inputs = []
     for group in groups_of(optimizers):
         values = {}
@@ -53,10 +53,10 @@ def inputs_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
 
 
 def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
-    """The constants of each group, the signs of its floats, and which parameters it has."""
+    """For each group, its parameters, its constants, and the signs of its floats."""
     constants = []
     for group in groups_of(optimizers):
-        # By identity: if a group gets another parameter, the step is another one.
+        # By identity: with another parameter in a group, the step has another program.
         members = tuple(map(id, group["params"]))
         values = [(key, _constant(key, x)) for key, x in group.items() if key != "params"]
         constants.append((members, *values))
@@ -66,7 +66,7 @@ def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
 def numbers_of_groups(
     groups: Sequence[ParamGroup], inputs: Sequence[ParamGroup]
 ) -> Iterator[tuple[Any, int | None]]:
-    """Each input that stands for a number of a group, with the sign of that number. That of a rate is None."""
+    """Each input that stands for a number of a group, with the sign of the number. For a learning rate it is None."""
     for group, stand_ins in zip(groups, inputs):
         for key, stand_in in stand_ins.items():
             for x, number in zip(_entries(stand_in), _entries(group[key])):
@@ -75,22 +75,22 @@ def numbers_of_groups(
 
 
 def _is_input(key: str, value: Any) -> bool:
-    # Every call asks this of every value, and the usual types are told apart fast.
+    # Every call asks this for every value, so the usual types are checked first.
     if type(value) in _PLAIN:
         return key == "lr" and type(value) is int
-    if key in _TAKEN_BY_VALUE:
+    if key in _KEYS_BY_VALUE:
         return False
     if type(value) is float:
         return True
     entries = _entries(value)
     if any(isinstance(x, torch.Tensor) for x in entries):
         return True
-    # A tuple of whole numbers is a constant, as a whole number is.
+    # A tuple of whole numbers is a constant, like a whole number.
     return any(map(_is_float, entries)) and all(map(is_number, entries))
 
 
 def _as_input(value: Any) -> Any:
-    """A hyperparameter with floats for its numbers, so that a rate of 1 has the program of a rate of 0.5."""
+    """A hyperparameter with its numbers as floats, so that a rate of 1 has the same program as a rate of 0.5."""
     if type(value) is float:
         return value
     if isinstance(value, tuple | list):
@@ -99,12 +99,12 @@ def _as_input(value: Any) -> Any:
 
 
 def _constant(key: str, value: Any) -> Hashable:
-    """What a program is specialised on in a hyperparameter."""
+    """The part of a hyperparameter that a program is specialised on."""
     if type(value) in _PLAIN and key != "lr":
         return type(value), value
     if not _is_input(key, value):
         return repr(value)
-    # A schedule may begin or end at zero, so the sign of a rate is no constant.
+    # A schedule may begin or end at zero, so the sign of a rate is not a constant.
     if key == "lr":
         return "an input"
     return tuple([_sign(x) for x in _entries(value)])
@@ -128,9 +128,9 @@ def _sign(value: Any) -> int | None:
 
 @contextlib.contextmanager
 def unchanged(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Refuse changes of parameter groups inside.
+    """Refuse changes of parameter groups inside the context.
 
-    Raises: TraceError that names a hyperparameter which has changed, as a rate does if a scheduler steps.
+    Raises: TraceError that names a changed hyperparameter, such as the rate if a scheduler has stepped.
     """
     snapshot = _snapshot(optimizers)
     yield
@@ -146,7 +146,7 @@ def unchanged(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 
 def _snapshot(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """What a step must leave as it is: tensors by their identity and version, and all else as text."""
+    """The values of the groups for a comparison: tensors by identity and version, all other values as text."""
     snapshot = []
     for group in groups_of(optimizers):
         values = {}
@@ -161,7 +161,7 @@ def _snapshot(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def schedulers_refused() -> Iterator[None]:
-    """Refuse every use of a scheduler inside: a program would always have the rate of its trace."""
+    """Refuse every use of a scheduler inside the context: a program would always have the rate of its trace."""
 
     def refuse(scheduler: LRScheduler, name: str) -> Any:
         if name.startswith("__") and name != "__dict__":

@@ -1,6 +1,6 @@
-"""Turn the body of an ordinary training loop, with its nn.Module and torch.optim, into a pure step and its state.
+"""Turn the body of a training loop, with its nn.Module and torch.optim, into a pure step and its state.
 
-The step runs the untouched body (see `lifted_step`).
+The step runs the body as it is (see `lifted_step`).
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def lift(
             the next call of a `Step` is traced again. A loop that evaluates needs none; its step takes the state of
             the step that trains the module, and returns it with its parameters unchanged.
         carry_grads: whether the gradients of earlier calls are part of the state, for a loop step that adds to them.
-            It may step the optimizer in some calls only, as a bool says that it is given.
+            It may step the optimizer in only some calls, by a bool among its arguments.
         scaler: the GradScaler of the loop, for training in fp16.
 
     Returns: the step, and the present state: `params`, `buffers` and `optimizer` by name, `grads` by name with
     `carry_grads`, and the scale of `scaler`.
 
     Raises:
-        TypeError: the model is no module, or has a sparse buffer.
-        ValueError: an optimizer needs a closure, or has a parameter that the module does not have, or that another
-            optimizer has too. The module has an `AveragedModel` in it. When the step is traced: the loop step steps
-            another optimizer, or not all of these. It uses gradients of an earlier call that are not carried, tensors
-            from outside of the module, a scheduler, or another GradScaler. An optimizer that is not one of torch.optim
-            makes its state in its first step: take one step before `lift`.
+        TypeError: the model is not a module, or has a sparse buffer.
+        ValueError: an optimizer needs a closure, or has a parameter that is not the module's or that another optimizer
+            has too. The module contains an `AveragedModel`. When the step is traced: the loop step steps another
+            optimizer, or not all of these. It uses gradients of an earlier call that are not carried, tensors from
+            outside of the module, a scheduler, or another GradScaler. An optimizer that is not from torch.optim makes
+            its state in its first step: take one step before `lift`.
 
     >>> model = nn.Linear(2, 1)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if isinstance(model, Optimizer):
             advice = "Pass the module first"
         raise TypeError(
-            f"lift: the model is a {type(model).__name__}, and no nn.Module.\n"
+            f"lift: expected an nn.Module, got {type(model).__name__}.\n"
             f"{advice}: lift(loop_step, model, optimizer)."
         )
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""The state of a lifted loop: parameters, buffers, optimizer state, and with `carry_grads` gradients.
+"""The state of a lifted loop: parameters, buffers, optimizer state, and, with `carry_grads`, gradients.
 
-`state_of` reads it from a module and its optimizers, and `write_back` writes it into them. Plain tensors in attributes
-of the module are among the buffers.
+`state_of` reads it from a module and its optimizers, and `write_back` writes it into them. The buffers include plain
+tensors in attributes of the module.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimiz
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: bool) -> State:
-    """The present state of a loop. An optimizer of torch.optim without state gets its state before the first step."""
+    """The present state of a loop. An optimizer of torch.optim without state gets the state before its first step."""
     params = dict(model.named_parameters())
     names = {id(p): name for name, p in params.items()}
-    of_optimizers: dict[str, Entries] = {}
+    entries_by_name: dict[str, Entries] = {}
     for optimizer in optimizers:
         with ValuesOfMeta():
             create_state(optimizer)
         for name, entries in states_by_name(optimizer, names).items():
             if entries:
-                of_optimizers[name] = lifted_entries(optimizer, params[name])
+                entries_by_name[name] = lifted_entries(optimizer, params[name])
 
-    # The optimizer's state is in the order of the parameters, however many optimizers have them.
+    # The optimizer state is in the order of the parameters, also with several optimizers.
     state: State = {
         "params": {name: p.detach() for name, p in params.items()},
         "buffers": {name: x.detach() for name, x in buffers_of(model).items()},
-        "optimizer": {name: of_optimizers[name] for name in params if name in of_optimizers},
+        "optimizer": {name: entries_by_name[name] for name in params if name in entries_by_name},
     }
     if carry_grads:
         with ValuesOfMeta():
@@ -74,12 +74,12 @@ def write_back(
     Parameter groups stay as they are: learning rates belong to the optimizer and its scheduler, not to the state.
 
     Args:
-        model: the module that was given to `lift`.
-        optimizer: the optimizer or optimizers that were given to `lift`.
-        state: what `Step.unshard` returns, or the state of a step without transforms.
-        scaler: the GradScaler that was given to `lift`.
+        model: the module that was passed to `lift`.
+        optimizer: the optimizer or optimizers that were passed to `lift`.
+        state: the result of `Step.unshard`, or the state of a step without transforms.
+        scaler: the GradScaler that was passed to `lift`.
 
-    Raises: ValueError if the state is that of another module, or of a loop without a scaler.
+    Raises: ValueError if the state belongs to another module, or to a loop without a scaler.
     """
     check_lifted_from(state, model, scaler)
     let_copies_end()
@@ -90,9 +90,9 @@ def write_back(
         _write_optimizers(model, as_tuple(optimizer), state)
         for name, gradient in state.get("grads", {}).items():
             p = model.get_parameter(name)
-            # Zeros may stand for a gradient that is None, and then it stays None.
+            # Zeros may stand for a gradient that is None. Then it stays None.
             if p.grad is not None or gradient.any():
-                p.grad = _laid_out(gradient, p).to(p.device, copy=True)
+                p.grad = _in_layout_of(gradient, p).to(p.device, copy=True)
         if scaler is not None:
             device = next(iter(state["scaler"].values()), torch.empty(())).device
             for key, value in scale_of(scaler, device).items():
@@ -132,11 +132,11 @@ def _write(present: Any, value: Any) -> Any:
             "Gather it first: zt.write_back(model, optimizer, step.unshard(state))."
         )
     if isinstance(present, torch.Tensor):
-        return present.copy_(_laid_out(value, present))
+        return present.copy_(_in_layout_of(value, present))
     return type(present)(value.item())
 
 
-def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _in_layout_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A full tensor in the layout of `like`; nothing is sent."""
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
         return value
@@ -149,7 +149,7 @@ def check_lifted(state: Any, step: str) -> None:
         return
     description = f"a {type(state).__name__}"
     if isinstance(state, torch.Tensor):
-        # While the step is traced, its type is that of a fake tensor.
+        # While the step is traced, the type would be FakeTensor.
         description = "a Tensor"
     elif isinstance(state, tuple):
         description = "a tuple, as the step returns it"

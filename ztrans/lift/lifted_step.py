@@ -1,4 +1,4 @@
-"""A lifted step runs the body of a loop on tensors of a state, and refuses what cannot be lifted.
+"""Run the body of a loop on the tensors of a state, and refuse what cannot be lifted.
 
 While the loop step is traced, tensors of the state replace the module's tensors and the optimizer's state. Their values
 after the loop step are the new state.
@@ -59,8 +59,8 @@ T = TypeVar("T")
 # The types of tensors that hold their own values, unlike fake tensors and DTensors.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# The form of PyTorch's optimizers while they are traced: one parameter at a time, because a program has an equation
-# for each in any case, and without reading values.
+# The settings of PyTorch's optimizers in a trace. They read no values, and update one parameter at a time: a program
+# has an equation for each parameter in any case.
 _CAPTURABLE = {"foreach": False, "capturable": True}
 # One kernel does the whole update, including the scalars that depend on the step count.
 _FUSED = {"foreach": None, "fused": True}
@@ -93,11 +93,11 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self.__signature__ = _signature_of(loop_step)
 
     def __reduce__(self) -> str:
-        """Raises: TypeError. The loop step knows its model by name, so a copy would train the model of the original."""
+        """Raises: TypeError. The loop step names its model, so a copy would train the model of the original."""
         raise TypeError(
             f"{self.__name__}: a lifted step cannot be copied or pickled, because its function names the model and the "
             f"optimizer that were lifted.\n"
-            f"Make a model and an optimizer there, and lift a loop step of these: zt.lift(loop_step, model, optimizer)."
+            f"Make a model and an optimizer there, and lift a loop step on them: zt.lift(loop_step, model, optimizer)."
         )
 
     def __call__(self, state: State, /, *batch: P.args, **kwargs: P.kwargs) -> tuple[State, T]:
@@ -125,7 +125,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         }
 
     def known_tensors(self, state: State) -> Mapping[int, torch.Tensor]:
-        """By `id` of the leaf of a state, the buffers and frozen parameters of the module that have values."""
+        """The buffers and frozen parameters of the module that have values, by the `id` of their leaf in a state."""
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         tensor_by_leaf = {}
         for kind, tensors in (("params", frozen), ("buffers", buffers_of(self._model))):
@@ -150,10 +150,10 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             module_params, state["params"], state.get("grads"), bool(self._optimizers)
         )
         names = {id(p): name for name, p in module_params.items()}
-        of_groups = numbers_of_groups(groups_of(self._optimizers), extra)
-        of_states = numbers_of_states(self._optimizers, names, state["optimizer"])
-        numbers = Numbers([*of_groups, *of_states])
-        # A scaler writes its scale in place, and the caller's state must not change.
+        group_numbers = numbers_of_groups(groups_of(self._optimizers), extra)
+        state_numbers = numbers_of_states(self._optimizers, names, state["optimizer"])
+        numbers = Numbers([*group_numbers, *state_numbers])
+        # Copies, because a scaler writes its scale in place, and the caller's state must not change.
         scale = None
         if "scaler" in state:
             scale = {key: x.clone() for key, x in state["scaler"].items()}
@@ -161,14 +161,14 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         with self._with_tensors_of(state, names, gradients.params, extra):
             with self._checked(gradients, module_tensors, numbers, scale):
                 output = self._loop_step(*batch, **kwargs)
-            carried = gradients.end()
-            new = self._new_state(gradients.params, state, module_tensors)
-        if carried is not None:
-            new["grads"] = carried
+            new_gradients = gradients.end()
+            new_state = self._new_state(gradients.params, state, module_tensors)
+        if new_gradients is not None:
+            new_state["grads"] = new_gradients
         if scale is not None:
-            new["scaler"] = scale
-        check_apart_after_step(new, gradients.data_set)
-        return new, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+            new_state["scaler"] = scale
+        check_apart_after_step(new_state, gradients.data_set)
+        return new_state, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     @contextlib.contextmanager
     def _with_tensors_of(
@@ -178,12 +178,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         params: Mapping[str, torch.Tensor],
         extra: list[ParamGroup],
     ) -> Iterator[None]:
-        """Let the module and the optimizers have the tensors of a state inside.
+        """Put the tensors of a state into the module and the optimizers, inside the context.
 
         Args:
             state: the state.
             names: the names of the module's parameters by their ids.
-            params: the tensors that stand for these parameters, by name.
+            params: the stand-ins of these parameters, by name.
             extra: the values of the parameter groups that are inputs of the program.
         """
         stand_ins = {key: params[name] for key, name in names.items()}
@@ -197,10 +197,10 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             for optimizer in self._optimizers:
                 entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
                 for p in params_of(optimizer):
-                    in_state = state["optimizer"].get(names[id(p)])
-                    if in_state is not None:
+                    state_of_p = state["optimizer"].get(names[id(p)])
+                    if state_of_p is not None:
                         constants = constant_entries(optimizer.state.get(p, {}))
-                        entries[stand_ins[id(p)]] = constants | in_state
+                        entries[stand_ins[id(p)]] = constants | state_of_p
                 groups = _groups_with(optimizer, stand_ins, inputs, entries)
                 stack.enter_context(patched(optimizer, param_groups=groups, state=entries))
             stack.enter_context(unchanged(self._optimizers))
@@ -214,9 +214,9 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         numbers: Numbers,
         scale: Scale | None,
     ) -> Iterator[None]:
-        """Refuse what a loop step may not do inside. `module_tensors` has those that the module had before."""
+        """Refuse, inside the context, what a loop step may not do. `module_tensors` are the module's own tensors."""
         params = gradients.params
-        trained = {name: p.requires_grad for name, p in params.items()}
+        required_grad = {name: p.requires_grad for name, p in params.items()}
         steps = _steps_checked(self._optimizers, gradients, numbers, not self._carry_grads)
         with steps, schedulers_refused(), scaling(self._scaler, scale), gradients:
             try:
@@ -224,16 +224,17 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             except OutsideTensorError as error:
                 raise explain_outside(error, self._loop_step, module_tensors) from None
             except KeyError as error:
-                # A dict whose keys are the module's parameters does not have their stand-ins.
+                # A dict with the module's parameters as keys does not have their stand-ins.
                 for name, p in params.items():
                     if error.args and error.args[0] is p:
-                        raise _key_taken_before(name) from error
+                        raise _parameter_as_key(name) from error
                 raise
         for name, p in params.items():
-            if p.requires_grad != trained[name]:
+            old = required_grad[name]
+            if p.requires_grad != old:
                 raise TraceError(
-                    f"lift: the loop step leaves requires_grad={p.requires_grad} on {name}, where it was "
-                    f"{trained[name]}; the next call would start from {trained[name]} again.\n"
+                    f"lift: the loop step leaves requires_grad={p.requires_grad} on {name}, where it was {old}; the "
+                    f"next call would start from {old} again.\n"
                     f"Set it outside of the loop step, which is then traced again; or set it back before its end."
                 )
 
@@ -243,7 +244,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         state: State,
         module_tensors: Mapping[str, torch.Tensor],
     ) -> State:
-        """The state after the loop step. `module_tensors` has those that the module had before."""
+        """The state after the loop step. `module_tensors` are the module's tensors before it."""
         buffers = buffers_of(self._model, always=state["buffers"])
         for name, x in buffers.items():
             if name not in state["buffers"] and x is not module_tensors.get(name):
@@ -277,26 +278,27 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         return new
 
     def _new_optimizer_state(self, params: Mapping[str, torch.Tensor], old_state: State) -> State:
-        # The state of a parameter that no optimizer has any more stays as it is.
-        present: dict[str, Entries] = dict(old_state)
+        # The state of a parameter that is no longer in an optimizer stays as it is.
+        states: dict[str, Entries] = dict(old_state)
         names = {id(p): name for name, p in params.items()}
         for optimizer in self._optimizers:
             by_name = states_by_name(optimizer, names)
-            # State that a step makes would be made again in each call of the program.
+            # State that the loop step creates would be created again in each call of the program.
             check_known(optimizer, by_name, old_state)
-            present.update(by_name)
+            states.update(by_name)
 
-        new: dict[str, Entries] = {}
+        new_state: dict[str, Entries] = {}
         for name, entries in old_state.items():
-            new[name] = {}
+            new_entries = {}
             for key, old in entries.items():
-                if key in present[name]:
-                    new[name][key] = pytree.tree_map(_in_precision_of, old, present[name][key])
-        return new
+                if key in states[name]:
+                    new_entries[key] = pytree.tree_map(_in_precision_of, old, states[name][key])
+            new_state[name] = new_entries
+        return new_state
 
 
 def _signature_of(loop_step: Callable) -> inspect.Signature:
-    """The signature of a lifted step: the state, and the arguments of the loop step."""
+    """The signature of a lifted step: the state, then the arguments of the loop step."""
     arguments = inspect.signature(loop_step).parameters
     name = "state" if "state" not in arguments else "lifted_state"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
@@ -309,20 +311,25 @@ def _groups_with(
     inputs: Iterator[ParamGroup],
     state: Mapping[torch.Tensor, Entries],
 ) -> list[ParamGroup]:
-    """The parameter groups of an optimizer with stand-ins, and in the form in which they are traced.
+    """The parameter groups of an optimizer for one call: with stand-ins, and with the settings of a trace.
 
-    A lifted step that is called without a `Step` is not traced, and runs the optimizer as it is. `state` has the
-    entries of each stand-in.
+    A lifted step that is called without a `Step` is not traced, and runs the optimizer with its own settings.
+
+    Args:
+        optimizer: the optimizer.
+        stand_ins: the stand-ins by the ids of the parameters.
+        inputs: for each group, the values that are inputs of the program.
+        state: the optimizer's entries for each stand-in.
     """
-    has_form = torch.compiler.is_compiling() and is_based_on_torch(optimizer)
+    has_trace_settings = torch.compiler.is_compiling() and is_based_on_torch(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        traced = {**group, **next(inputs)}
-        traced["params"] = [stand_ins[id(p)] for p in group["params"]]
-        if has_form and not group.get("fused"):
-            form = _FUSED if may_fuse(optimizer, traced, state) else _CAPTURABLE
-            traced.update({key: value for key, value in form.items() if key in group})
-        groups.append(traced)
+        new_group = {**group, **next(inputs)}
+        new_group["params"] = [stand_ins[id(p)] for p in group["params"]]
+        if has_trace_settings and not group.get("fused"):
+            settings = _FUSED if may_fuse(optimizer, new_group, state) else _CAPTURABLE
+            new_group.update({key: value for key, value in settings.items() if key in group})
+        groups.append(new_group)
     return groups
 
 
@@ -337,14 +344,14 @@ def _in_precision_of(old: Any, new: Any) -> Any:
 def _steps_checked(
     optimizers: Sequence[Optimizer], gradients: Gradients, numbers: Numbers, must_step: bool
 ) -> Iterator[None]:
-    """Raise an error if the loop steps another optimizer, or with `must_step` does not step all of these.
+    """Raise an error if the loop steps another optimizer, or, with `must_step`, does not step all of these.
 
     While one of them steps, also in a hook of backward, the mode `numbers` is active.
     """
     stepped: list[Optimizer] = []
     running: list[Optimizer] = []
-    # The hooks enter and leave the mode. It is also left if a step ends with an error, after which no hook is called.
-    inside = contextlib.ExitStack()
+    # The hooks enter and leave the mode. After an error in a step no hook is called, so the stack is a context too.
+    number_mode = contextlib.ExitStack()
 
     def begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if optimizer not in optimizers:
@@ -354,15 +361,16 @@ def _steps_checked(
             )
         stepped.append(optimizer)
         running.append(optimizer)
-        inside.enter_context(numbers)
+        number_mode.enter_context(numbers)
         return args, kwargs
 
     def end(optimizer: Optimizer, *_: Any) -> None:
         running.pop()
-        inside.close()
+        number_mode.close()
         gradients.after_step(params_of(optimizer))
 
-    with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end), inside:
+    before_step = register_optimizer_step_pre_hook(begin)
+    with before_step, register_optimizer_step_post_hook(end), number_mode:
         try:
             yield
         except ReadsValueError as error:
@@ -387,10 +395,10 @@ def _not_stepped(optimizers: Sequence[Optimizer], k: int) -> TraceError:
 
 
 def _reads_value(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
-    """An optimizer that takes a number from a tensor, to compute with it or to choose its update by it."""
-    where_it_reads = "\n".join(str(error).splitlines()[:2])
+    """The error of an optimizer that reads a number from a tensor, to compute with it or to choose its update."""
+    first_lines = "\n".join(str(error).splitlines()[:2])
     return TraceError(
-        f"{where_it_reads}\n"
+        f"{first_lines}\n"
         f"{type(optimizer).__name__}.step() reads it as a Python number, and a program would always have the "
         f"number of its trace. Compute with the tensor itself: torch.as_tensor(step), not torch.tensor(float(step)); "
         f"torch.sqrt, not math.sqrt; torch.where, not if; or write the update in the loop step. Or use an optimizer "
@@ -401,16 +409,16 @@ def _reads_value(optimizer: Optimizer, error: ReadsValueError) -> TraceError:
 def _loaded(optimizer: Optimizer) -> ValueError:
     return ValueError(
         f"lift: the state of {type(optimizer).__name__} was replaced after lift, as load_state_dict does, and the "
-        f"lifted state does not have what was loaded.\n"
+        f"lifted state does not have the loaded values.\n"
         f"Load the model and the optimizer before lift. Or load the lifted state: state = zt.load(path, state, step); "
         f"and then set learning rates in optimizer.param_groups."
     )
 
 
-def _key_taken_before(name: str) -> TraceError:
+def _parameter_as_key(name: str) -> TraceError:
     return TraceError(
         f"lift: the loop step looks {name} up in a dict whose keys are parameters. While the loop runs another tensor "
         f"stands in for it.\n"
-        f"Use names as keys, or give each hook what it needs: "
+        f"Use names as keys, or bind each hook to its objects: "
         f"p.register_post_accumulate_grad_hook(functools.partial(hook, optimizer))."
     )

@@ -1,10 +1,10 @@
 """The tensors of a module: its parameters, its buffers, and plain tensors in its attributes.
 
-A plain tensor is not registered as a buffer: a mask, a rotary table, a noise schedule. It stands in an attribute, or in
-a list, tuple or dict that is one. Nothing trains it, so a state has it among the buffers.
+A plain tensor is not registered as a buffer: a mask, a rotary table, a noise schedule. It is an attribute, or an entry
+of an attribute that is a list, tuple or dict. Nothing trains it, so it is among the buffers of a state.
 
-A tensor that autograd has computed, such as the last loss, is a result that a forward has stored. It is not a part of
-the state. A tensor that a loop step uses and the module does not have is an error, which `explain_outside` words.
+A tensor that autograd has computed, such as the last loss, is a stored result of a forward, and is not part of the
+state. If a loop step uses a tensor that the module does not have, `explain_outside` writes the error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..tracing.errors import OutsideTensorError, TraceError
 
 
 def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The buffers and plain tensors of a module by name. One that has several places is listed once.
+    """The buffers and plain tensors of a module by name. A tensor in several places is listed once.
 
-    Those called `always` are listed even if autograd has computed them.
+    Tensors with names in `always` are listed even if autograd has computed them.
     """
     tensors = dict(model.named_buffers())
     ids = set(map(id, model.parameters()))
@@ -34,7 +34,7 @@ def buffers_of(model: nn.Module, always: Collection[str] = ()) -> dict[str, torc
         for attribute, value in _attributes_with_tensors(module).items():
             for keys, x in _tensors_with_keys(value):
                 name = ".".join(part for part in (prefix, attribute, *keys) if part)
-                # What autograd has computed is the result of an earlier forward.
+                # A tensor with a grad_fn is the result of an earlier forward.
                 is_state = x.grad_fn is None and x.layout is torch.strided
                 if id(x) not in ids and (is_state or name in always):
                     ids.add(id(x))
@@ -48,7 +48,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Replace tensors of a module. `tensors` has the new ones by the ids of the old ones."""
+    """Replace tensors of a module. `tensors` has the new tensors by the ids of the old ones."""
 
     def replacement(x: torch.Tensor) -> torch.Tensor:
         return tensors.get(id(x), x)
@@ -60,33 +60,33 @@ def replace(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let a module have other tensors inside. `tensors` has them by the ids of its own tensors.
+    """Replace tensors of a module inside the context. `tensors` has the new tensors by the ids of the old ones.
 
-    Afterwards it has its own again, in all attributes that had tensors before or have them then.
+    Afterwards all attributes that had tensors before, or have tensors then, are restored.
     """
-    attributes_before = []
+    saved = []
     for module in model.modules():
-        attributes_before.append((module, dict(vars(module)), _attributes_with_tensors(module)))
+        saved.append((module, dict(vars(module)), _attributes_with_tensors(module)))
     try:
         replace(model, tensors)
         yield
     finally:
-        for module, attributes, with_tensors in attributes_before:
-            for attribute in {**with_tensors, **_attributes_with_tensors(module)}:
-                if attribute in attributes:
-                    vars(module)[attribute] = attributes[attribute]
+        for module, old_attributes, old_tensors in saved:
+            for attribute in {**old_tensors, **_attributes_with_tensors(module)}:
+                if attribute in old_attributes:
+                    vars(module)[attribute] = old_attributes[attribute]
                 else:
-                    # It was assigned inside.
+                    # It was assigned inside the context.
                     del vars(module)[attribute]
 
 
 def _attributes_with_tensors(module: nn.Module) -> dict[str, Any]:
-    """The attributes that have tensors. Parameters and buffers are entries of two dicts among them."""
-    tensors = {}
+    """The attributes that hold tensors. Two of them are the dicts of the parameters and of the buffers."""
+    attributes = {}
     for attribute, value in vars(module).items():
         if attribute in ("_parameters", "_buffers") or _tensors_with_keys(value):
-            tensors[attribute] = value
-    return tensors
+            attributes[attribute] = value
+    return attributes
 
 
 def _tensors_with_keys(value: Any) -> list[tuple[list[str], torch.Tensor]]:
@@ -101,9 +101,12 @@ def _tensors_with_keys(value: Any) -> list[tuple[list[str], torch.Tensor]]:
 def explain_outside(
     error: OutsideTensorError, loop_step: Callable, module_tensors: Mapping[str, torch.Tensor]
 ) -> TraceError:
-    """The error for a tensor that the lifted module does not have, or that was taken from it before.
+    """The error for a tensor that the lifted module does not have, or that was read from it before the loop step.
 
-    `module_tensors` has the tensors of the module.
+    Args:
+        error: the error of the trace.
+        loop_step: the body of the loop.
+        module_tensors: the module's own tensors, by name.
     """
     # The lines of the trace's error that say where the tensor is used.
     line = "\n".join(text for text in str(error).splitlines() if text.startswith("  "))

@@ -1,12 +1,12 @@
-"""Tensors that stand for the Python numbers of a loop, so that their values are inputs of its program.
+"""Make Python numbers of a loop inputs of its program: tensors stand for them, and behave like numbers.
 
-They are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. As tensors they have
-fp64 and int64, and PyTorch's arithmetic. But they behave as Python numbers: `x += 1` gives another number, a cast
-leaves a number as it is, and the result of a comparison with zero is known.
+The numbers are the floats of parameter groups, and the counts that an optimizer keeps as Python numbers. The tensors
+are fp64 and int64, with PyTorch's arithmetic. They differ from other tensors: `x += 1` makes a new number, a cast does
+not change a number, and the result of a comparison with zero is known.
 
-A fused kernel takes a learning rate as a tensor, and all other numbers by value: PyTorch reads such a tensor when it
+A fused kernel takes a learning rate as a tensor, and all other numbers by value: PyTorch reads a tensor there when it
 calls the kernel. In a trace there is no value to read. So the call is traced with other values, and the tensors are
-then written into its node. An FX graph with such a node can be read and imported, and does not run.
+then written into its node. An FX graph with such a node can be read and imported, but cannot run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool")
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "pow", "neg", "sqrt")
 _ROUNDED_ONCE = ("mul", "mul_", "div", "div_")
 # The numbers that a fused kernel takes as tensors.
-_TAKEN_AS_TENSORS = ("lr", "grad_scale", "found_inf")
-# What stands for a number in the call of a fused kernel that is traced.
-_ANY_VALUE = 0.5
+_TENSOR_ARGUMENTS = ("lr", "grad_scale", "found_inf")
+# The placeholder for a number in the traced call of a fused kernel. Any value would do.
+_PLACEHOLDER = 0.5
 
 
 class Numbers(TorchFunctionMode):
-    """A mode in which some tensors stand for Python numbers. Each comes with its sign, or None if it is not known.
+    """A mode that makes some tensors behave like Python numbers.
 
-    Results of arithmetic on numbers alone are numbers.
+    Results of arithmetic on numbers alone are numbers too.
+
+    Args:
+        numbers: the tensors, each with its sign, or None if the sign is not known.
     """
 
     def __init__(self, numbers: Iterable[tuple[torch.Tensor, int | None]]) -> None:
         super().__init__()
-        # Holds the tensors, so that their ids stay valid.
+        # The dict keeps the tensors alive, so that their ids stay valid.
         self._numbers: dict[int, torch.Tensor] = {}
         self._signs: dict[int, int] = {}
         for x, sign in numbers:
@@ -59,7 +62,7 @@ class Numbers(TorchFunctionMode):
         if name.startswith("_fused_"):
             return _call_fused(func, args, kwargs)
         if all(are_numbers):
-            return self._of_numbers(func, name, args, kwargs)
+            return self._on_numbers(func, name, args, kwargs)
         # A number on the left: PyTorch would round a tensor there to half precision.
         if name == "mul" and are_numbers[0] and len(tensors) == 2:
             args = (tensors[1], tensors[0])
@@ -67,13 +70,13 @@ class Numbers(TorchFunctionMode):
             return _rounded_once(name, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _of_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _on_numbers(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of an operation on numbers alone."""
         operation = name.strip("_")
-        # A cast leaves a Python number as it is.
+        # A cast does not change a Python number.
         if operation == "to":
             return args[0]
-        # The sign belongs to the signature of the program, so what depends on it alone is known.
+        # The sign is part of the signature of the program, so a result that depends on it alone is known.
         sign = self._signs.get(id(args[0]))
         if operation in _COMPARISONS and sign is not None:
             if operation == "bool":
@@ -85,11 +88,11 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _arithmetic(self, func: Callable, name: str, args: tuple) -> torch.Tensor:
-        # `x += 1` gives another number, and does not write into this one.
+        # `x += 1` makes a new number, and does not write into this one.
         is_special_method = name.endswith("__")
         if name.endswith("_") and not is_special_method:
             func = getattr(torch.Tensor, name.removesuffix("_"))
-        # PyTorch would compute with a whole number and a literal in fp32, and Python does so in fp64.
+        # With a whole number and a literal, PyTorch would compute in fp32. Python computes in fp64.
         if "div" in name or any(isinstance(x, float) for x in args):
             args = pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
         result = func(*args)
@@ -98,31 +101,30 @@ class Numbers(TorchFunctionMode):
 
 
 def _rounded_once(name: str, x: torch.Tensor, *number: Any, **options: Any) -> torch.Tensor:
-    """A product with a number, or a quotient. A number on a GPU would be rounded to the dtype of `x` first."""
+    """A product or quotient of `x` and a number. Without it, a number on a GPU is first rounded to the dtype of `x`."""
     operation = getattr(torch.Tensor, name.rstrip("_"))
     result = operation(x.float(), *number, **options).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result
 
 
 def _call_fused(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a fused optimizer. Its keyword arguments may be tensors where it takes numbers by value."""
+    """Call a fused optimizer, with tensors for keyword arguments that it takes by value."""
     mode = get_proxy_mode()
     if mode is None:
         return func(*args, **kwargs)
-    # PyTorch would read these tensors, and there is nothing to read. So it gets other numbers, and the node that the
-    # call adds gets the tensors.
-    nodes_of_numbers = {}
+    # PyTorch would read these tensors, which have no values. So the call gets placeholders, and its node the tensors.
+    number_nodes = {}
     for key, x in kwargs.items():
-        if isinstance(x, torch.Tensor) and key not in _TAKEN_AS_TENSORS:
-            nodes_of_numbers[key] = get_proxy_slot(x, mode.tracer).proxy.node
-    if not nodes_of_numbers:
+        if isinstance(x, torch.Tensor) and key not in _TENSOR_ARGUMENTS:
+            number_nodes[key] = get_proxy_slot(x, mode.tracer).proxy.node
+    if not number_nodes:
         return func(*args, **kwargs)
 
-    stand_ins = dict.fromkeys(nodes_of_numbers, _ANY_VALUE)
-    result = func(*args, **{**kwargs, **stand_ins})
-    # The call has added the last node of a fused optimizer.
+    placeholders = dict.fromkeys(number_nodes, _PLACEHOLDER)
+    result = func(*args, **{**kwargs, **placeholders})
+    # The last node of a fused optimizer is the node of this call.
     for node in reversed(mode.tracer.graph.nodes):
         if "_fused_" in str(node.target):
-            node.kwargs = {**node.kwargs, **nodes_of_numbers}
+            node.kwargs = {**node.kwargs, **number_nodes}
             break
     return result

@@ -1,7 +1,7 @@
-"""The state of an optimizer, and what it is before the first step.
+"""The state of an optimizer, created before its first step.
 
-A lifted step needs that state before it runs, and most optimizers create it in their first step. The classes of
-torch.optim create it in a method of its own, which `create_state` calls. Any other optimizer takes one step before
+A lifted step needs the state before it runs, but most optimizers create it in their first step. The classes of
+torch.optim have a separate method for that, which `create_state` calls. Any other optimizer must take one step before
 `lift`.
 
 Private attributes of torch's objects are read here; checked on torch 2.11, 2.13 and 2.14.
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..calling.signature import is_number
 from ..tracing.errors import TraceError
 
-# The state of an optimizer for one parameter, as `exp_avg` and `step`.
+# The state of an optimizer for one parameter, such as `exp_avg` and `step`.
 Entries = dict[str, Any]
 
 # The optimizers whose fused form runs on every device. Fused Adagrad runs on CPUs only.
@@ -34,7 +34,7 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def is_based_on_torch(optimizer: Optimizer) -> bool:
-    """Whether the class of an optimizer is one of torch.optim, or is derived from one."""
+    """Whether the class of an optimizer is from torch.optim, or derived from one that is."""
     for base in type(optimizer).__mro__:
         if base is not Optimizer and getattr(torch.optim, base.__name__, None) is base:
             return True
@@ -46,9 +46,13 @@ def may_fuse(
 ) -> bool:
     """Whether a parameter group may run the fused form of its optimizer, if the user has not set `fused`.
 
-    The fused form agrees with the others to 1e-6 in fp32 and fp64. In half precision it rounds once, and the others
-    after each operation. `state` has the entries of each parameter: fused kernels read step counts in fp32, on the
-    parameter's device.
+    The fused form agrees with the other forms to 1e-6 in fp32 and fp64. In half precision it rounds once, but the other
+    forms after each operation. Fused kernels read step counts in fp32, on the parameter's device.
+
+    Args:
+        optimizer: the optimizer.
+        group: the parameter group.
+        state: the optimizer's entries for each parameter.
     """
     if type(optimizer) not in _FUSIBLE or group["fused"] is not None:
         return False
@@ -94,9 +98,9 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Give an optimizer of torch.optim the state that it has before its first step. Its parameters are not changed.
+    """Create the state of an optimizer of torch.optim as it is before the first step. No parameter changes.
 
-    Raises: ValueError for an optimizer whose first step differs from the others.
+    Raises: ValueError for an optimizer whose first step differs from later steps, and for SparseAdam.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
@@ -105,34 +109,35 @@ def create_state(optimizer: Optimizer) -> None:
         )
     if not is_of_torch(optimizer):
         return
-    # `_init_group` makes the state of parameters that have a gradient, whose values it does not read.
-    fresh = [p for p in params_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
-    gradients = [p.grad for p in fresh]
+    # `_init_group` makes the state of parameters that have a gradient. It does not read the gradients' values.
+    new_params = [p for p in params_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
+    gradients = [p.grad for p in new_params]
     try:
-        for p in fresh:
+        for p in new_params:
             p.grad = p.detach()
         for group in optimizer.param_groups:
-            _create_state_of_group(optimizer, group, fresh)
+            _create_state_of_group(optimizer, group, new_params)
     finally:
-        for p, gradient in zip(fresh, gradients):
+        for p, gradient in zip(new_params, gradients):
             p.grad = gradient
 
 
 def _create_state_of_group(
-    optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[torch.Tensor]
+    optimizer: Optimizer, group: dict[str, Any], new_params: Sequence[torch.Tensor]
 ) -> None:
+    """Create the state of the `new_params`, which have none, that are in a group."""
     init_group: Any = optimizer._init_group  # type: ignore[attr-defined]
-    # Besides the group it takes lists, as many as the optimizer has kinds of tensors, and fills them for its step.
+    # After the group it takes one list for each kind of tensor that the optimizer has, and fills these for its step.
     _, *list_names = inspect.signature(init_group).parameters
     init_group(group, *([] for _ in list_names))
 
-    # SGD's first step copies the gradient to the buffer. From a buffer of zeros, the later steps do the same.
+    # SGD's first step copies the gradient to the buffer. With a buffer of zeros, a later step has the same result.
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0:
-        fresh_ids = set(map(id, fresh))
-        created = [p for p in group["params"] if id(p) in fresh_ids]
-        if created and group["dampening"] != 0:
+        new_ids = set(map(id, new_params))
+        new_in_group = [p for p in group["params"] if id(p) in new_ids]
+        if new_in_group and group["dampening"] != 0:
             raise ValueError(_first_step(optimizer, "'momentum_buffer' without dampening"))
-        for p in created:
+        for p in new_in_group:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
@@ -152,15 +157,15 @@ def is_state(key: str, value: Any) -> bool:
 
 
 def state_entries(state: Mapping[str, Any]) -> Entries:
-    """The entries of an optimizer's state for a parameter that are part of the lifted state."""
+    """The entries of an optimizer's state for one parameter that are part of the lifted state."""
     return {key: value for key, value in state.items() if is_state(key, value)}
 
 
 def lifted_entries(optimizer: Optimizer, p: torch.Tensor) -> Entries:
-    """An optimizer's entries for a parameter, as the lifted state has them.
+    """An optimizer's entries for a parameter in the lifted state.
 
     If the step may run the fused form of the optimizer, the step count is on the parameter's device, where fused
-    kernels read it. PyTorch's default form has it on the CPU.
+    kernels read it. PyTorch's default form keeps it on the CPU.
     """
     entries = state_entries(optimizer.state[p])
     step = entries.get("step")
@@ -170,17 +175,17 @@ def lifted_entries(optimizer: Optimizer, p: torch.Tensor) -> Entries:
 
 
 def constant_entries(state: Mapping[str, Any]) -> Entries:
-    """The other entries: None, truth values, text."""
+    """The entries that are not part of the lifted state: None, bools, text."""
     return {key: value for key, value in state.items() if not is_state(key, value)}
 
 
 def copied(entries: Any) -> Any:
-    """These entries, or the value of one, with copies of the tensors."""
+    """Entries, or the value of one entry, with copies of their tensors."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), entries)
 
 
 def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Entries]:
-    """The state of an optimizer by the names of its parameters. `names` has them by the ids of the parameters.
+    """The state of an optimizer by parameter names. `names` are the names by the ids of the parameters.
 
     Raises: TraceError for an entry that is not for a parameter of the model.
     """
@@ -200,15 +205,18 @@ def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, 
 def numbers_of_states(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], state: Mapping[str, Entries]
 ) -> Iterator[tuple[torch.Tensor, None]]:
-    """The leaves of `state`, by parameter, that optimizers keep as Python numbers, such as a count of steps.
+    """The leaves of `state` that optimizers keep as Python numbers, such as counts of steps. Their signs are unknown.
 
-    Their signs are not known.
+    Args:
+        optimizers: the optimizers.
+        names: the names of the parameters by their ids.
+        state: the entries of the lifted state by the names of the parameters.
     """
     for optimizer in optimizers:
         for name, entries in states_by_name(optimizer, names).items():
-            in_state = state.get(name, {})
+            lifted = state.get(name, {})
             for key, value in entries.items():
-                stand_ins = pytree.tree_leaves(in_state.get(key))
+                stand_ins = pytree.tree_leaves(lifted.get(key))
                 for number, stand_in in zip(pytree.tree_leaves(value), stand_ins):
                     if is_number(number):
                         yield stand_in, None
@@ -217,21 +225,22 @@ def numbers_of_states(
 def check_known(
     optimizer: Optimizer, new_state: Mapping[str, dict], known_state: Mapping[str, dict]
 ) -> None:
-    """Raises: TraceError for state that the traced step has created, as every later step would create it again."""
+    """Raises: TraceError for state that the traced step has created: every later step would create it again."""
     for name, state in new_state.items():
-        new = [key for key in state_entries(state) if key not in known_state.get(name, {})]
-        if not new:
+        new_keys = [key for key in state_entries(state) if key not in known_state.get(name, {})]
+        if not new_keys:
             continue
         if not is_of_torch(optimizer):
-            raise TraceError(_first_step(optimizer, f"{', '.join(map(repr, new))} for {name}"))
+            raise TraceError(_first_step(optimizer, f"{', '.join(map(repr, new_keys))} for {name}"))
         raise TraceError(
-            f"lift: the optimizer made {', '.join(new)} for {name}, which the lifted state does not hold.\n"
+            f"lift: the optimizer made {', '.join(new_keys)} for {name}, which the lifted state does not hold.\n"
             f"If a parameter is trained from now on, or a setting of the optimizer has changed, write the state back "
             f"and lift again: zt.write_back(model, optimizer, step.unshard(state)); step, state = zt.lift(...)."
         )
 
 
 def _first_step(optimizer: Optimizer, entries: str) -> str:
+    """The error of an optimizer that makes these entries in its first step."""
     return (
         f"lift: {type(optimizer).__name__} makes its state in its first step, {entries}, and lift does not know what "
         f"it is before that.\n"

@@ -1,8 +1,8 @@
-"""The scale of a loss in fp16, and the steps that a `GradScaler` skips.
+"""Express a `GradScaler`, with its scale of the loss and its skipped steps, in a program.
 
-The scale, and the count of steps since it last changed, are part of the state. A GradScaler skips a step whose
-gradients are not all finite: it reads whether they are. A program takes every step, and then selects the old values if
-a gradient was not finite. Fused optimizers do so themselves.
+The scale, and the count of steps since it last changed, are part of the state. A GradScaler reads whether all gradients
+are finite, and skips the step if not. A program takes every step, and then selects the old values if a gradient was not
+finite. Fused optimizers do so themselves.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -24,12 +24,12 @@ from ..ir.source import user_source, where
 from ..tracing.errors import TraceError
 from .optimizer_state import copied, params_of
 
-# The state of a scaler: its scale, and the count of steps since that last changed.
+# The state of a scaler: its scale, and the count of steps since the scale last changed.
 Scale = dict[str, torch.Tensor]
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Scale:
-    """The state of a scaler: its scale, and its count of steps since the scale last changed."""
+    """The state of a scaler, which it creates on `device` if it has none; empty if the scaler is disabled."""
     if not scaler.is_enabled():
         return {}
     if scaler._scale is None:
@@ -50,14 +50,14 @@ def settings_of(scaler: GradScaler | None) -> tuple:
 
 @contextlib.contextmanager
 def scaling(scaler: GradScaler | None, state: Scale | None) -> Iterator[None]:
-    """While this is active, `scaler` uses and changes the tensors of `state`. Any other scaler is refused."""
+    """Make `scaler` use and change the tensors of `state`, inside the context. Any other scaler is refused."""
     scale_outputs = GradScaler.scale
 
-    def scale(used: GradScaler, outputs: Any) -> Any:
+    def scale(called: GradScaler, outputs: Any) -> Any:
         # A disabled scaler has no state, and does nothing.
-        if used.is_enabled() and not (used is scaler and state):
+        if called.is_enabled() and not (called is scaler and state):
             raise _other_scaler()
-        return scale_outputs(used, outputs)
+        return scale_outputs(called, outputs)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(GradScaler, scale=scale))
@@ -84,9 +84,9 @@ def _other_scaler() -> TraceError:
 
 
 def _step(optimizer: Optimizer, unscaled: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Step, and select the old values of parameters and state if the gradients were not finite.
+    """Step, and select the old values of parameters and state if a gradient was not finite.
 
-    `unscaled` is what the scaler has noted when it divided the gradients of this optimizer by the scale.
+    `unscaled` is the scaler's record of this optimizer, from when it divided the gradients by the scale.
     """
     is_skipped: Any = sum(unscaled["found_inf_per_device"].values()) > 0
     params = params_of(optimizer)
@@ -95,12 +95,12 @@ def _step(optimizer: Optimizer, unscaled: dict[str, Any], *args: Any, **kwargs: 
         old_values.append((p.detach().clone(), copied(dict(optimizer.state.get(p, {})))))
     result = optimizer.step(*args, **kwargs)
 
-    def selected(old: Any, new: Any) -> Any:
+    def select(old: Any, new: Any) -> Any:
         return torch.where(is_skipped, old, new) if isinstance(new, torch.Tensor) else new
 
     with torch.no_grad():
         for p, (value, state) in zip(params, old_values):
-            p.copy_(selected(value, p))
+            p.copy_(select(value, p))
             for key, old in state.items():
-                optimizer.state[p][key] = pytree.tree_map(selected, old, optimizer.state[p][key])
+                optimizer.state[p][key] = pytree.tree_map(select, old, optimizer.state[p][key])
     return result

@@ -1,7 +1,7 @@
-"""Which tensors of a lifted loop share memory. In a state each leaf has memory of its own.
+"""Refuse loops with tensors that share memory, because each leaf of a state has its own memory.
 
-Buffers may share memory if the loop step changes neither of them. Anything else is refused: before the first step, and
-after the loop step, which may set `.data` of a parameter.
+Two buffers may share memory if the loop step changes neither of them. Other tensors may not: they are checked before
+the first step, and after the loop step, which may set `.data` of a parameter.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .lifted_state import State
 
 
 def sharing_buffers(state: State, model: nn.Module) -> list[tuple[str, str]]:
-    """The pairs of buffers that share memory, by their names in the state. The loop step may not change these.
+    """The pairs of buffers that share memory, by their names in the state. The loop step may not change these buffers.
 
-    Raises: ValueError for other tensors that share memory, because leaves of a state do not.
+    Raises: ValueError for other tensors that share memory.
     """
-    in_memory = {}
+    tensors = {}
     for name, x in named_leaves(state).items():
         if isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided:
-            in_memory[name] = local_part(x)
-    names = list(in_memory)
-    registered = {f"buffers.{name}" for name, _ in model.named_buffers()}
-    sharing = []
-    for i, j in overlapping(list(in_memory.values())):
+            tensors[name] = local_part(x)
+    names = list(tensors)
+    registered_names = {f"buffers.{name}" for name, _ in model.named_buffers()}
+    pairs = []
+    for i, j in overlapping(list(tensors.values())):
         pair = names[i], names[j]
         if all(name.startswith("buffers.") for name in pair):
-            sharing.append(pair)
+            pairs.append(pair)
             continue
         advice = "Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
         for name in pair:
-            # nn.utils.spectral_norm has the parameter's own memory in an attribute before the first forward.
-            if name.startswith("buffers.") and name not in registered:
+            # Before the first forward, nn.utils.spectral_norm has a view of the parameter in an attribute.
+            if name.startswith("buffers.") and name not in registered_names:
                 advice = (
                     f"{name} is a plain attribute. Call the model once before lift, if its forward computes it; or "
                     f"delete it."
@@ -47,19 +47,21 @@ def sharing_buffers(state: State, model: nn.Module) -> list[tuple[str, str]]:
         raise ValueError(
             f"lift: {pair[0]} and {pair[1]} share memory, and in a state each would have its own.\n{advice}"
         )
-    return sharing
+    return pairs
 
 
-def check_sharing_unchanged(sharing: Sequence[tuple[str, str]], changed: Collection[str]) -> None:
+def check_sharing_unchanged(
+    pairs: Sequence[tuple[str, str]], changed_names: Collection[str]
+) -> None:
     """Raises: TraceError if the loop step changes one of two buffers that share memory.
 
     Args:
-        sharing: the pairs that share memory, as `sharing_buffers` returns them.
-        changed: the names of the leaves that the loop step changes.
+        pairs: the pairs of buffers from `sharing_buffers`.
+        changed_names: the names of the leaves that the loop step changes.
     """
-    for pair in sharing:
+    for pair in pairs:
         for name in pair:
-            if name in changed:
+            if name in changed_names:
                 raise TraceError(
                     f"lift: {pair[0]} and {pair[1]} share memory, and the loop step changes {name}. In a state each "
                     f"has its own memory, so the other one would not change.\n"
@@ -68,19 +70,19 @@ def check_sharing_unchanged(sharing: Sequence[tuple[str, str]], changed: Collect
                 )
 
 
-def check_apart_after_step(new: State, data_set: Mapping[str, Source | None]) -> None:
+def check_apart_after_step(state: State, data_set: Mapping[str, Source | None]) -> None:
     """Raises: TraceError if a parameter shares memory with another leaf after the loop step.
 
     Args:
-        new: the state after the loop step.
-        data_set: the lines that set `.data` of parameters, by the names of these.
+        state: the state after the loop step.
+        data_set: the lines that set `.data` of a parameter, by its name.
     """
     tensors = {}
-    for name, x in named_leaves(new).items():
+    for name, x in named_leaves(state).items():
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             tensors[name] = x
     names = list(tensors)
-    # Storages are numbered in the order of names, so that each run names the same pair.
+    # Storages are numbered in the order of the names, so that each run reports the same pair.
     storages: dict[int | None, int] = {}
 
     # While a step is traced, tensors have no addresses.

@@ -1,1 +1,1 @@
-"""Tracing turns a function into a program: the step runs once, on tensors without values, and is recorded."""
+"""Tracing turns a function into a program: the function runs once, on tensors without values, and is recorded."""
