@@ -38,7 +38,7 @@ class ExtraInputs(abc.ABC):
 
     @abc.abstractmethod
     def constants(self) -> Mapping[str, Hashable]:
-        """The values that a program of this function is specialised on, besides arguments and reads, by name."""
+        """The values that a program of this function is specialised on, other than arguments and reads, by name."""
 
     @abc.abstractmethod
     def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
@@ -89,7 +89,7 @@ class StepFunction:
 class BoundCall(NamedTuple):
     """One call of a step function: its arguments in the order of the parameters.
 
-    The last `len(keywords)` values of `batch` are passed by name: those of keyword-only parameters, and of parameters
+    The last `len(keywords)` values of `batch` are passed by name: to keyword-only parameters, and to parameters
     after one that the caller left out. A parameter that the caller left out is not an argument: the step reads its
     default like a global. `extra` has the extra argument of an `ExtraInputs`, and is empty for other functions.
     """

@@ -4,7 +4,7 @@ Two traces of a step may take the same branch by chance, above all if it compare
 step that draws in Python is traced with the lowest draws and with the highest: if its program depends on a draw, these
 programs differ.
 
-Both generators are Mersenne Twisters. Their state is a public list of words, each of which gives 32 bits of a draw.
+Both generators are Mersenne Twisters. Their state is a public list of words, and each word gives 32 bits of a draw.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def next_draws(words: Sequence[int]) -> Iterator[None]:
 
 
 def _word_of_state(bits: int) -> int:
-    """The word of a state for which a Mersenne Twister draws these 32 bits: the inverse of its tempering."""
+    """The word of a state that makes a Mersenne Twister draw these 32 bits: the inverse of its tempering."""
     y = bits
     y ^= y >> 18
     y ^= (y << 15) & 0xEFC60000

@@ -348,9 +348,9 @@ def _steps_checked(
 
     While one of them steps, also in a hook of backward, the mode `numbers` is active.
     """
-    stepped: list[Optimizer] = []
-    running: list[Optimizer] = []
-    # The hooks enter and leave the mode. After an error in a step no hook is called, so the stack is a context too.
+    stepped_optimizers: list[Optimizer] = []
+    running_optimizers: list[Optimizer] = []
+    # The hooks enter and leave the mode. If a step fails, no hook follows, and the end of the context leaves it.
     number_mode = contextlib.ExitStack()
 
     def begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -359,13 +359,13 @@ def _steps_checked(
                 f"lift: the loop step calls step() of another optimizer, {type(optimizer).__name__}, which would train "
                 f"nothing.\nGive lift all of them: lift(loop_step, model, [first, second])."
             )
-        stepped.append(optimizer)
-        running.append(optimizer)
+        stepped_optimizers.append(optimizer)
+        running_optimizers.append(optimizer)
         number_mode.enter_context(numbers)
         return args, kwargs
 
     def end(optimizer: Optimizer, *_: Any) -> None:
-        running.pop()
+        running_optimizers.pop()
         number_mode.close()
         gradients.after_step(params_of(optimizer))
 
@@ -374,11 +374,11 @@ def _steps_checked(
         try:
             yield
         except ReadsValueError as error:
-            if not running:
+            if not running_optimizers:
                 raise
-            raise _reads_value(running[-1], error) from error
+            raise _reads_value(running_optimizers[-1], error) from error
     for k, optimizer in enumerate(optimizers):
-        if must_step and optimizer not in stepped:
+        if must_step and optimizer not in stepped_optimizers:
             raise _not_stepped(optimizers, k)
 
 

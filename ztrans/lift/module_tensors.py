@@ -64,14 +64,14 @@ def substituted(model: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterat
 
     Afterwards all attributes that had tensors before, or have tensors then, are restored.
     """
-    saved = []
+    snapshots = []
     for module in model.modules():
-        saved.append((module, dict(vars(module)), _attributes_with_tensors(module)))
+        snapshots.append((module, dict(vars(module)), _attributes_with_tensors(module)))
     try:
         replace(model, tensors)
         yield
     finally:
-        for module, old_attributes, old_tensors in saved:
+        for module, old_attributes, old_tensors in snapshots:
             for attribute in {**old_tensors, **_attributes_with_tensors(module)}:
                 if attribute in old_attributes:
                     vars(module)[attribute] = old_attributes[attribute]

@@ -101,7 +101,7 @@ class Numbers(TorchFunctionMode):
 
 
 def _rounded_once(name: str, x: torch.Tensor, *number: Any, **options: Any) -> torch.Tensor:
-    """A product or quotient of `x` and a number. Without it, a number on a GPU is first rounded to the dtype of `x`."""
+    """A product or quotient, rounded once. On a GPU, PyTorch would round the number to the dtype of `x` first."""
     operation = getattr(torch.Tensor, name.rstrip("_"))
     result = operation(x.float(), *number, **options).to(x.dtype)
     return x.copy_(result) if name.endswith("_") else result

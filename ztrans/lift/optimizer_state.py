@@ -125,7 +125,7 @@ def create_state(optimizer: Optimizer) -> None:
 def _create_state_of_group(
     optimizer: Optimizer, group: dict[str, Any], new_params: Sequence[torch.Tensor]
 ) -> None:
-    """Create the state of the `new_params`, which have none, that are in a group."""
+    """Create the state of the parameters of a group. `new_params` are all parameters without state."""
     init_group: Any = optimizer._init_group  # type: ignore[attr-defined]
     # After the group it takes one list for each kind of tensor that the optimizer has, and fills these for its step.
     _, *list_names = inspect.signature(init_group).parameters
@@ -214,9 +214,9 @@ def numbers_of_states(
     """
     for optimizer in optimizers:
         for name, entries in states_by_name(optimizer, names).items():
-            lifted = state.get(name, {})
+            stand_in_entries = state.get(name, {})
             for key, value in entries.items():
-                stand_ins = pytree.tree_leaves(lifted.get(key))
+                stand_ins = pytree.tree_leaves(stand_in_entries.get(key))
                 for number, stand_in in zip(pytree.tree_leaves(value), stand_ins):
                     if is_number(number):
                         yield stand_in, None

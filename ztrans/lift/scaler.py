@@ -83,12 +83,12 @@ def _other_scaler() -> TraceError:
     )
 
 
-def _step(optimizer: Optimizer, unscaled: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _step(optimizer: Optimizer, record: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Step, and select the old values of parameters and state if a gradient was not finite.
 
-    `unscaled` is the scaler's record of this optimizer, from when it divided the gradients by the scale.
+    `record` is the scaler's record of this optimizer, from when it divided the gradients by the scale.
     """
-    is_skipped: Any = sum(unscaled["found_inf_per_device"].values()) > 0
+    is_skipped: Any = sum(record["found_inf_per_device"].values()) > 0
     params = params_of(optimizer)
     old_values = []
     for p in params:

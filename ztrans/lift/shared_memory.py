@@ -38,7 +38,7 @@ def sharing_buffers(state: State, model: nn.Module) -> list[tuple[str, str]]:
             continue
         advice = "Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
         for name in pair:
-            # Before the first forward, nn.utils.spectral_norm has a view of the parameter in an attribute.
+            # Before the first forward, nn.utils.spectral_norm has a tensor in the parameter's memory as an attribute.
             if name.startswith("buffers.") and name not in registered_names:
                 advice = (
                     f"{name} is a plain attribute. Call the model once before lift, if its forward computes it; or "

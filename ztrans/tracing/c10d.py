@@ -43,7 +43,7 @@ class Call(dict[str, Any]):
         name = dist.ReduceOp.RedOpType(self["reduce_op"].op()).name
         if name == "PREMUL_SUM":
             raise NoForm(
-                "a sum of scaled terms is no reduction of a program; scale the tensor first"
+                "a sum of scaled terms is not a reduction of a program; scale the tensor first"
             )
         # Functional collectives write these names in lower case.
         return name.lower()
@@ -55,7 +55,7 @@ class Call(dict[str, Any]):
 
 def is_outside_programs(op: Any) -> bool:
     """Whether an operation is a collective that no program contains: in-place, or called by one rank alone."""
-    return op.namespace == "c10d" or op._schema.name in _OF_ONE_RANK
+    return op.namespace == "c10d" or op._schema.name in _ONE_RANK_OPS
 
 
 def functionalized(op: Any, finished_work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,4 +135,4 @@ _FORMS: dict[str, tuple[Callable[[Call, Any, Any], None], str, str]] = {
     "_reduce_scatter_base_": (_scatter_sum, "output_tensor", "input_tensor"),
     "alltoall_base_": (_all_to_all, "output", "input"),
 }
-_OF_ONE_RANK = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))
+_ONE_RANK_OPS = tuple(f"_c10d_functional::{name}" for name in ("isend", "irecv", "batch_p2p_ops"))

@@ -28,7 +28,7 @@ from .errors import TraceError, TraceTypeError
 
 
 def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None:
-    """The layout of a leaf in the eyes of the step; None for a leaf that the step does not divide."""
+    """The layout of a leaf as the step sees it; None for a leaf that the step does not divide."""
     if user_sharding is None:
         return None
     # The step does not see the axes over which transforms distribute the leaf.

@@ -215,7 +215,7 @@ class Builder:
             x.seen_version = storage.version
 
     def _has_order_of(self, value: Var, old: Var) -> bool:
-        """Whether a value has the strides of `old`, or those that `old` would have without gaps."""
+        """Whether a value has the strides of `old`, or the strides that `old` would have without gaps."""
         if self.strides[value] == self.strides[old]:
             return True
         dense = _dense(old.shape, self.strides[old])

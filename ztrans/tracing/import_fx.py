@@ -40,18 +40,18 @@ from .triton_kernels import import_launch
 
 aten = torch.ops.aten
 hops = torch.ops.higher_order
-_OURS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
+_MARKS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
 # Lazy views, and the operations that compute their values. PyTorch computes the values when an operation reads the
 # view, but not for a collective or a copy of its memory. So a program computes them where the step makes the view.
-_COMPUTED = {
+_LAZY_VIEWS = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
-_SAME = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 # In-place operations whose new value may have fewer dims.
 _BROADCASTS = ("aten::copy_", "aten::fill_")
-_NOWHERE = Origin(None, Fact())
+_NO_ORIGIN = Origin(None, Fact())
 # The demands of the policies of selective checkpoints. Other policies are preferences. Torch 2.11 lacks the last one.
 _DEMANDS: Mapping[str, Demand] = {
     "MUST_SAVE": "save",
@@ -71,7 +71,7 @@ def import_fx(
     strides = {v: node.meta["val"].stride() for v, node in zip(inputs, placeholders, strict=True)}
     builder = Builder(Names(v.name for v in inputs), strides)
     storages = [Storage(v) for v in inputs]
-    outputs = _import_nodes(builder, module, list(map(Alias, storages)), _NOWHERE)
+    outputs = _import_nodes(builder, module, list(map(Alias, storages)), _NO_ORIGIN)
     for v, storage in zip(inputs, storages):
         if v in batch and storage.version:
             warn_of_written_batch(v.name, storage.written_at)
@@ -134,13 +134,13 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     # Optimizers wrap their steps in a profiler's record_function.
     if name.startswith("profiler::"):
         return None
-    if op in _SAME and isinstance(args[0], Alias):
+    if op in _IDENTITIES and isinstance(args[0], Alias):
         return args[0]
     # From here on the first tensor is the second one.
     if op is aten.set.source_Tensor:
         return args[1]
-    if name in _OURS:
-        return _mark(builder, _OURS[name], args[0], args[1], val)
+    if name in _MARKS:
+        return _mark(builder, _MARKS[name], args[0], args[1], val)
     if op_facts(op).fused_update:
         return _per_member(builder, op, args, kwargs, val)
     if op_facts(op).view and isinstance(args[0], Alias):
@@ -183,13 +183,13 @@ def _view(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -> Any
     """Import a view: one tensor, or several, in the storage of the base."""
     base = args[0]
     rest = tuple(builder.read(args[1:]))
-    op = _COMPUTED.get(op, op)
+    op = _LAZY_VIEWS.get(op, op)
     # A view of the same shape, such as `x.view_as(x)`.
     if op is aten.view.default and tuple(rest[0]) == builder.read(base).shape:
         return base
     # `as_strided` is a view of the whole storage, not of the view that it is called with.
     if op is aten.as_strided.default and base.views:
-        has_computed_values = any(view.op in _COMPUTED.values() for view in base.views)
+        has_computed_values = any(view.op in _LAZY_VIEWS.values() for view in base.views)
         if has_computed_values or val.dtype != base.storage.value.dtype:
             raise TraceError(
                 f"trace: the step calls as_strided on a view whose values are not those in memory, such as the real "
