@@ -1,4 +1,4 @@
-"""What follows the waits for reductions of a schedule, while it is simulated or written: updates, second reductions."""
+"""The updates and second reductions that follow the waits for reductions, while a schedule is simulated or written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class PendingUpdates:
     """The updates of a problem that have not run yet.
 
-    An update may run once the last reduction that it needs has been waited for; `run` is called where updates run. It
-    may not run before its release, because until then something else reads the state that it writes.
+    An update may run once the last reduction that it needs has been waited for, but not before its release: until then
+    something else reads the state that it writes. `run` is called where updates run.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -22,14 +22,15 @@ class PendingUpdates:
         self.updates = problem.updates
         self.dependents = problem.dependents
         self.dependents_of = problem.dependents_of
-        self.missing = [len(each.reductions) for each in self.dependents]
+        # For each group of dependents, the number of reductions that have not been waited for.
+        self.missing = [len(group.reductions) for group in self.dependents]
         self.ready_updates = list(problem.unawaited_updates)
         self.pending = set(range(len(self.updates)))
-        # The first place at which one of the ready updates that follow a reduction may run.
+        # The first release of the ready updates that follow a reduction.
         self.first_release = END
 
     def complete(self, reductions: Iterable[int]) -> None:
-        """Note that reductions have been waited for."""
+        """Add the updates that are ready once these reductions have been waited for."""
         if not self.pending:
             return
         for r in reductions:
@@ -54,31 +55,32 @@ class PendingUpdates:
         return [u for u in updates if self.updates[u].release <= place]
 
     def runnable(self, place: int) -> list[int]:
-        """The updates that can run at a place. Those that need no reduction wait for one that does."""
+        """The updates that can run at a place."""
+        # Updates that need no reduction run together with the first one that needs some.
         if place < self.first_release:
             return []
         return [u for u in self.ready_updates if self.updates[u].release <= place]
 
     def run(self, place: int) -> list[int]:
-        """Take the updates that can run at a place, in the order in which they run."""
+        """Remove the updates that can run at a place, and return them in the order in which they run."""
         runnable = self.runnable(place)
         if not runnable:
             return []
-        waiting: list[int] = []
+        unreleased: list[int] = []
         self.first_release = END
         for u in self.ready_updates:
             update = self.updates[u]
             if update.release > place:
-                waiting.append(u)
+                unreleased.append(u)
                 if update.after:
                     self.first_release = min(self.first_release, update.release)
-        self.ready_updates = waiting
+        self.ready_updates = unreleased
         self.pending.difference_update(runnable)
         runnable.sort(key=self._order)
         return runnable
 
     def _order(self, u: int) -> tuple[int, int, int]:
-        """Sort key: by the last reduction that an update needs, by how many it needs, and by its release."""
+        """Sort key: the last reduction that an update needs, the number of its reductions, and its release."""
         update = self.updates[u]
         return max(update.after, default=-1), len(update.after), update.release
 
@@ -88,28 +90,28 @@ class PendingUpdates:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds of the updates that have not run: they run at the end."""
+        """The seconds of the updates that have not run. They run at the end."""
         return self.problem.update_seconds(sorted(self.pending))
 
 
 class SecondReductions(Generic[T]):
-    """Second reductions that are under way: each reduces over replicas what a first one has reduced.
+    """The second reductions under way. Each reduces the result of a first one over replicas.
 
-    Memory is reserved for one. So when another has been sent, the one before is waited for.
+    Memory is reserved for one. So once the next one has been sent, the previous one is waited for.
     """
 
     def __init__(self) -> None:
         # At most one, with the place at which it is needed.
-        self.sent: list[tuple[T, int]] = []
+        self.under_way: list[tuple[T, int]] = []
 
     def add(self, second: T, need: int) -> list[T]:
-        """Add one that has been sent, and take out the one before."""
-        before = [each for each, _ in self.sent]
-        self.sent = [(second, need)]
-        return before
+        """Add a second reduction that has been sent, and return the previous one, which is waited for now."""
+        previous = [earlier for earlier, _ in self.under_way]
+        self.under_way = [(second, need)]
+        return previous
 
     def needed(self, place: int) -> list[T]:
-        """Take out the one that is needed at a place."""
-        if self.sent and self.sent[0][1] <= place:
-            return [self.sent.pop()[0]]
+        """Remove and return the second reduction that is needed at a place."""
+        if self.under_way and self.under_way[0][1] <= place:
+            return [self.under_way.pop()[0]]
         return []

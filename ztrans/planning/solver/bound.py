@@ -1,23 +1,23 @@
-"""The least time that any schedule of a problem can take, whatever its buckets and its order.
+"""A lower bound for the seconds of every schedule of a problem, whatever its buckets and its order.
 
-A recursion over places finds the earliest time at which each operation can start: everything before it has run, and
-every message that it needs has arrived. Three terms bound these arrivals, and the latest counts:
+A recursion over places finds the earliest time at which each operation can start: after all operations before it, and
+after the arrival of every message that it needs. Three terms bound these arrivals, and the latest one counts:
 
-    compute   each message alone: it is sent at the first place where it may be, and takes its own time
+    compute   each message alone: it is sent at the first place where it may start, and takes its own time
     wire      all messages that may not be sent before some place: they take turns on their link. One
-              latency counts, because lanes that share a link overlap theirs
+              latency counts, because lanes that share a link overlap their latencies
     memory    as `wire`, from after each operation k on. It also counts the gathers that are needed after k
-              and for whose values k leaves no room, neither to keep them nor to send them early
+              and whose values have no room during k: they can neither be kept nor sent early
 
-Sending, unpacking and eager updates take compute too: for a message that cannot be sent before an operation, they come
-after that operation. An update may run inside any stall that its reduction ends, so it has no place; it follows its
-reductions, and is added to the sum of all compute.
+Sending, unpacking and eager updates take compute too. For a message that cannot be sent before an operation, they come
+after that operation. An update may run in any stall after its reductions have arrived, so it has no place: it follows
+its reductions, and its seconds are added to the sum of all compute.
 
-Until the first gradient exists, gathers are the only messages that a schedule places. What they take from compute then
-adds to its stalls (see `_Forward`).
+Before the first gradient exists, gathers are the only messages that a schedule places. The share of compute that they
+take is then added to the stalls (see `_Forward`).
 
-A lever may spare any gather of a value after the first, so only `memory` counts these gathers, where there is no room
-to keep the value, or the part of it that a lever keeps. What it takes to copy such a part is left out.
+A lever may save any gather of a value after the first one. So only `memory` counts these gathers: where there is no
+room for the value, or for the part that a lever keeps. The seconds to copy such a part are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..buffers import Buffer, live_by_slot
 from .messages import copy_seconds
 from .problem import Gather, Problem, Reduction
 
-# Bytes for which there is no room need a message with its latency. A share this small is the rounding of floats.
+# Bytes without room need a message, with its latency. A share of bytes below this is a rounding error.
 ROUNDING = 1e-9
 
 
@@ -44,8 +44,8 @@ class Bound:
 
     Attributes:
         seconds: the bound by all three terms.
-        compute, wire: the bound by the first term alone, and by the first two. They ascend up to `seconds`.
-        binds: the first term with which the bound comes within a percent of `seconds`.
+        compute, wire: the bound by the first term alone, and by the first two: compute <= wire <= seconds.
+        binds: the first term with which the bound is within 1% of `seconds`.
     """
 
     seconds: float
@@ -76,19 +76,19 @@ def bound(problem: Problem) -> Bound:
 
 @dataclass(frozen=True)
 class _Job:
-    """A message that is sent from place `release` on and has arrived by place `deadline`.
+    """A message that is sent at place `release` or later, and has arrived by place `deadline`.
 
     Attributes:
-        link: the wire that it crosses.
+        link: the link that it crosses.
         latency: seconds before its bytes move.
-        release, deadline: places.
+        release, deadline: the first place of its start, and the last place of its wait.
         seconds: how long its bytes move, if nothing else uses the link.
-        overhead, unpack: seconds of compute, to send it and to make values of it.
-        follows: seconds of compute that no schedule runs before it has arrived.
-        beside: seconds of packing, unpacking and a first level, beside compute.
-        lost: seconds that it costs compute while its bytes move, whether compute runs then or stands still.
-        required: whether it must be sent. A gather that repeats another need not be, if its value stays live.
-        value_bytes, key: of a gather.
+        overhead, unpack: seconds of compute to send it, and to turn its bytes into values.
+        update_seconds: seconds of updates that no schedule runs before it has arrived.
+        beside_compute: seconds of packing, unpacking and a first level, beside compute.
+        lost_compute: seconds of compute that it takes while its bytes move, whether compute runs then or stands still.
+        required: whether it must be sent. A gather that repeats another is not sent if its value stays live.
+        value_bytes, key: the bytes and the key of a gather.
     """
 
     link: str
@@ -98,37 +98,37 @@ class _Job:
     seconds: float
     overhead: float = 0.0
     unpack: float = 0.0
-    follows: float = 0.0
-    beside: float = 0.0
-    lost: float = 0.0
+    update_seconds: float = 0.0
+    beside_compute: float = 0.0
+    lost_compute: float = 0.0
     required: bool = True
     value_bytes: int = 0
     key: Hashable = None
 
     @property
-    def takes(self) -> float:
-        """Seconds from its release until its values exist."""
-        return self.overhead + self.latency + self.seconds + self.unpack + self.beside
+    def duration(self) -> float:
+        """The seconds from its start until its values exist."""
+        return self.overhead + self.latency + self.seconds + self.unpack + self.beside_compute
 
 
 def _job(problem: Problem, member: Gather | Reduction, release: int, deadline: int) -> _Job:
-    """A member as a message of its own. A bucket saves its latency, and nothing else."""
+    """The message of a member in a bucket of its own. A larger bucket saves its latency, and nothing else."""
     wire = problem.wires[member.key]
     overhead = wire.byte_overhead * member.wire
     unpack = wire.unpack * member.wire
     pack, copy = copy_seconds(wire, member)
-    beside = 0.0
+    beside_compute = 0.0
     if wire.beside:
-        beside = pack + copy
+        beside_compute = pack + copy
     else:
         overhead += pack
         unpack += copy
     seconds = wire.pace * member.wire
     moving = seconds
     if wire.inside is not None:
-        first = wire.inside.pace * member.wire
-        beside += wire.inside.latency + first
-        moving += first
+        inside_seconds = wire.inside.pace * member.wire
+        beside_compute += wire.inside.latency + inside_seconds
+        moving += inside_seconds
     return _Job(
         wire.link,
         wire.least_latency,
@@ -137,27 +137,28 @@ def _job(problem: Problem, member: Gather | Reduction, release: int, deadline: i
         seconds,
         overhead=overhead,
         unpack=unpack,
-        beside=beside,
-        lost=wire.taken * moving,
+        beside_compute=beside_compute,
+        lost_compute=wire.taken * moving,
     )
 
 
 def _jobs(problem: Problem) -> list[_Job]:
-    """Every message of a problem as one of its own, in order of deadline."""
+    """All messages of a problem, if every member is a bucket of its own, in order of deadline."""
     jobs = [_Job(m.link, m.latency, m.issue, m.need, m.seconds) for m in problem.fixed_messages]
     end = len(problem.seconds)
     for i, r in enumerate(problem.reductions):
-        follows = sum(problem.dependents[k].seconds for k in problem.dependents_of.get(i, ()))
+        groups = [problem.dependents[k] for k in problem.dependents_of.get(i, ())]
+        update_seconds = sum(group.seconds for group in groups)
         deadline = min(end, r.deadline)
         job = _job(problem, r, r.born + 1, deadline)
         if r.second is not None:
             # The second reduction is sent after the first one has arrived, so its bytes move that much later.
             jobs.append(job)
             second = _job(problem, r.second, r.born + 1, deadline)
-            job = replace(second, beside=second.beside + job.takes)
-        jobs.append(replace(job, follows=follows))
+            job = replace(second, beside_compute=second.beside_compute + job.duration)
+        jobs.append(replace(job, update_seconds=update_seconds))
 
-    # Where a lever keeps a part of a value, its gather may be spared for as few bytes.
+    # A lever that keeps a part of a value saves its gather for the bytes of that part.
     part_bytes: dict[int, int] = {}
     for lever in problem.levers:
         if lever.sends is not None and lever.buffer is not None:
@@ -165,9 +166,9 @@ def _jobs(problem: Problem) -> list[_Job]:
     # Gathers that replace others are numbered last, so `i` is also the number among all gathers.
     for i, (g, idle_since, size) in enumerate(_values(problem)):
         if idle_since is not None and not size:
-            continue  # a value that takes no room is kept
+            continue  # a value without bytes is always kept
         size = min(size, part_bytes.get(i, size))
-        # A regather may be sent once the earlier value is gone.
+        # A regather may be sent once the earlier value has been freed.
         release = g.release if idle_since is None else idle_since
         job = _job(problem, g, release, g.use)
         jobs.append(replace(job, required=idle_since is None, value_bytes=size, key=g.key))
@@ -175,27 +176,27 @@ def _jobs(problem: Problem) -> list[_Job]:
 
 
 def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
-    """Each gather that is not sent in place of another, the place since which its value has been idle, and its bytes.
+    """All gathers but replacements, each with the place since which its value has been idle, and the value's bytes.
 
-    The place is None at the first gather of a value. The bytes are the fewest of all gathers of that value so far.
+    The place is None at the first gather of a value. The bytes are the least of all gathers of that value so far.
     """
-    # For each gather, the first one of its value. That one stands for the value.
-    firsts: list[int] = []
+    # For each gather, the first gather of its value, which identifies the value.
+    first_gathers: list[int] = []
     idle_since: dict[int, int] = {}
-    fewest: dict[int, int] = {}
+    least_bytes: dict[int, int] = {}
     for i, g in enumerate(problem.values):
-        first = i if g.repeats is None else firsts[g.repeats]
-        firsts.append(first)
-        fewest[first] = min(fewest.get(first, g.bytes), g.bytes)
-        yield g, idle_since.get(first), fewest[first]
+        first = i if g.repeats is None else first_gathers[g.repeats]
+        first_gathers.append(first)
+        least_bytes[first] = min(least_bytes.get(first, g.bytes), g.bytes)
+        yield g, idle_since.get(first), least_bytes[first]
         idle_since[first] = max(idle_since.get(first, 0), g.last + 1)
 
 
 def _room(problem: Problem) -> np.ndarray:
-    """By operation: the bytes that are left besides those that every schedule has live there."""
+    """By operation, the memory that is left beside the bytes that are live in every schedule."""
     buffers = [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
     for g, idle_since, size in _values(problem):
-        # A value that is still live since an earlier use has been counted up to then.
+        # A value that is live from an earlier gather has been counted up to its last use there.
         first = max(g.use, idle_since or 0)
         if first <= g.last:
             buffers.append(Buffer(size, first, g.last))
@@ -206,17 +207,24 @@ def _room(problem: Problem) -> np.ndarray:
 def _earliest(
     problem: Problem, jobs: list[_Job], wire: bool = True, room: np.ndarray | None = None
 ) -> float:
-    """The earliest end: by single messages, with `wire` by all that a link carries, with `room` by memory too."""
+    """The earliest end of a schedule.
+
+    Args:
+        problem: the operations and updates.
+        jobs: its messages, in order of deadline.
+        wire: whether the load of each link counts, or only single messages.
+        room: by operation, the bytes for gathered values. None leaves memory out.
+    """
     seconds_before = np.array(problem.seconds_before)
-    # By place: the earliest time at which compute reaches it. It is known up to the place `now`, which is late by
-    # `delay`.
+    # By place, the earliest time at which compute reaches it. It is known up to the place `now`, which compute reaches
+    # `delay` seconds after `seconds_before`.
     arrive = seconds_before.copy()
     now = 0
     delay = 0.0
     links: dict[str, _LinkLoad] = {}
     if wire:
-        for name, jobs_of_link in grouped((job.link, job) for job in jobs).items():
-            links[name] = _LinkLoad(problem, jobs_of_link, arrive, room)
+        for name, link_jobs in grouped((job.link, job) for job in jobs).items():
+            links[name] = _LinkLoad(problem, link_jobs, arrive, room)
     compute_from = _compute_from(problem, jobs)
     end = seconds_before[-1] + compute_from[0]
     forward = _Forward(problem)
@@ -227,9 +235,9 @@ def _earliest(
         start = seconds_before[place] + delay
         for job in jobs_here:
             if job.required:
-                arrival = arrive[job.release] + job.takes
+                arrival = arrive[job.release] + job.duration
                 start = max(start, arrival)
-                end = max(end, arrival + job.follows)
+                end = max(end, arrival + job.update_seconds)
             if wire:
                 links[job.link].add(job)
         for link in links.values():
@@ -242,23 +250,23 @@ def _earliest(
 
 
 def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
-    """By place: the seconds of sending, unpacking and updating that no schedule can do before it."""
+    """By place, the seconds of sending, unpacking and updates that no schedule can run before it."""
     # A message that moves takes a share of compute. If compute stands still then, it loses at least as much. Only if
-    # messages of many lanes move at once could their shares add up to more than all of compute. So each counts `share`
-    # of what it takes.
+    # messages of many lanes moved at once could their shares add up to more than all of compute. So each message counts
+    # with the factor `share`.
     lanes: set[str] = set()
-    taken = 0.0
+    largest_share = 0.0
     for wire in problem.wires.values():
         lanes.add(wire.lane)
         if wire.inside is not None:
             lanes.add(wire.inside.lane)
-        taken = max(taken, wire.taken)
-    share = 1 / max(taken * len(lanes), 1.0)
+        largest_share = max(largest_share, wire.taken)
+    share = 1 / max(largest_share * len(lanes), 1.0)
 
     spent = np.zeros(len(problem.seconds) + 2)
     for job in jobs:
         if job.required:
-            spent[job.release] += job.overhead + job.unpack + job.lost * share
+            spent[job.release] += job.overhead + job.unpack + job.lost_compute * share
     launches: dict[int, tuple[int, float]] = {}
     for dependents in problem.dependents:
         for u in dependents.updates:
@@ -268,33 +276,34 @@ def _compute_from(problem: Problem, jobs: list[_Job]) -> np.ndarray:
             for launch, seconds in update.launches:
                 last, least = launches.get(launch, (0, seconds))
                 launches[launch] = max(last, place), min(least, seconds)
-    # Each launch is made at least once, where the last of its updates can run or later.
+    # Each launch is made at least once, at the last place of its updates or later.
     for last, least in launches.values():
         spent[last] += least
     return spent[::-1].cumsum()[::-1]
 
 
 class _Forward:
-    """When compute passes the places before the first gradient, with what gathers take from it.
+    """The earliest times of the places before the first gradient, with the compute that gathers take.
 
-    A gather takes a share of compute while its bytes move and compute runs. These seconds pass where it is waited for.
-    For a place, these are seconds:
+    A gather takes a share of compute while its bytes move and compute runs. These seconds are spent where it is waited
+    for. For a place, in seconds:
 
-        T       when compute passes the place
+        T       the time at which compute passes it
         before  the operations before it
         S       the stalls before it
-        O       compute that has no place, such as updates
-        taken   what the gathers up to there would take if compute never stood still
+        O       compute without a place, such as updates
+        lost    compute that the gathers up to it would take if compute never stood still
 
-    All lanes together take at most `share` of the time in which compute runs. So two facts hold:
+    All lanes together take at most `share` of the time in which compute runs. So two inequalities hold:
 
-        T >= before + taken + (1 - share) S + O       a second of a stall spares no more than `share`
-        (1 - share) S + O >= (1 - share) T - before   what was taken by T is no more than share (T - S)
+        T >= before + lost + (1 - share) S + O        a second of a stall saves at most `share` seconds
+        (1 - share) S + O >= (1 - share) T - before   gathers have taken at most share (T - S) by T
 
     Attributes:
-        unspared: 1 - share.
-        taken: seconds that the gathers up to the last place would take.
-        stalls_and_others: a lower bound of (1 - share) S + O up to there.
+        share: the most that all lanes together take of compute.
+        unshared: 1 - share, at least 0.
+        lost: `lost` at the last place so far.
+        stalls_and_others: a lower bound of (1 - share) S + O there.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -302,50 +311,50 @@ class _Forward:
         self.last_place = problem.births[0] - 1 if problem.births else len(problem.seconds)
         self.uses = {gather.use for gather in problem.gathers}
         lanes: set[str] = set()
-        taken = 0.0
+        largest_share = 0.0
         for gather in problem.gathers:
             wire = problem.wires[gather.key]
             lanes.add(wire.lane)
             if wire.inside is not None:
                 lanes.add(wire.inside.lane)
-            taken = max(taken, wire.taken)
-        self.share = taken * len(lanes)
-        self.unspared = max(1 - self.share, 0.0)
-        self.taken = 0.0
+            largest_share = max(largest_share, wire.taken)
+        self.share = largest_share * len(lanes)
+        self.unshared = max(1 - self.share, 0.0)
+        self.lost = 0.0
         self.stalls_and_others = 0.0
 
     def earliest_after(self, place: int, jobs: list[_Job], start: float) -> float:
         """The earliest time at which compute passes a place.
 
         Args:
-            place: with messages that are needed there; places come in order.
-            jobs: these messages.
-            start: a time before which compute does not pass the place.
+            place: a place with waits. Places come in order.
+            jobs: the messages that are waited for there.
+            start: a lower bound of that time.
         """
         if place > self.last_place:
             return start
         for job in jobs:
             if job.required:
-                # If all lanes together could take more than all of compute, a part of it is counted.
-                self.taken += job.lost / max(self.share, 1.0)
-        # If only fixed messages are waited for here, and each is sent here, then compute stands still, or does other
-        # work that counts, for as long as the longest takes.
+                # If all lanes together could take more than all of compute, only that much is counted.
+                self.lost += job.lost_compute / max(self.share, 1.0)
+        # If all messages with a wait here are fixed and are also sent here, then compute stands still, or does other
+        # work that counts, for as long as the longest one takes.
         if place not in self.uses and all(job.release == place for job in jobs):
-            self.stalls_and_others += self.unspared * max(job.takes for job in jobs)
+            self.stalls_and_others += self.unshared * max(job.duration for job in jobs)
         before = self.seconds_before[place]
-        self.stalls_and_others = max(self.stalls_and_others, self.unspared * start - before)
-        return max(start, before + self.taken + self.stalls_and_others)
+        self.stalls_and_others = max(self.stalls_and_others, self.unshared * start - before)
+        return max(start, before + self.lost + self.stalls_and_others)
 
 
 class _LinkLoad:
-    """One link, and the seconds that it must carry from each place on, of messages that are needed by now.
+    """The load of one link: the seconds that it must carry from each place on, of the messages that are needed so far.
 
     Attributes:
-        latency: the least of its messages.
-        required: by place, the seconds of messages that are released there or later, and must be sent.
-        reductions: by place, the seconds of messages that are released there or later, except for gathers.
+        latency: the least latency of its messages.
+        required: by place, the seconds of messages that are released there or later and must be sent.
+        reductions: by place, the seconds of messages that are released there or later, without gathers.
         without_room: by key and operation, the seconds of gathers after it, if no value stays live across it.
-        saved: by key, the most seconds that a byte of room saves. The keys for which it saves most come first.
+        saved_by_byte: by key, the most seconds that a byte of room saves, in descending order.
     """
 
     def __init__(
@@ -361,11 +370,11 @@ class _LinkLoad:
         for job in jobs:
             if job.value_bytes and job.seconds:
                 saved[job.key] = max(saved.get(job.key, 0.0), job.seconds / job.value_bytes)
-        self.saved = dict(sorted(saved.items(), key=lambda item: -item[1]))
+        self.saved_by_byte = dict(sorted(saved.items(), key=lambda item: -item[1]))
         self.without_room = {key: np.zeros(n) for key in saved}
 
     def add(self, job: _Job) -> None:
-        """Count a message that is needed by now."""
+        """Add a message that is needed now."""
         if job.required:
             self.required[: job.release + 1] += job.seconds
         if not job.value_bytes:
@@ -381,17 +390,17 @@ class _LinkLoad:
             return carried
         seconds = self.reductions[1 : place + 1].copy()
         room = self.room[:place].copy()
-        # The room is spent first where a byte of it saves the most seconds, as no schedule can do better.
-        for key, saved in self.saved.items():
-            gathers = self.without_room[key][:place]
-            spared = np.minimum(gathers, room * saved)
-            sent = gathers - spared
-            seconds += np.where(sent > ROUNDING * gathers, sent, 0.0)
-            room = np.maximum(room - spared / saved, 0.0)
+        # The room goes first to the keys where a byte saves the most seconds: no schedule can do better.
+        for key, saved_by_byte in self.saved_by_byte.items():
+            gather_seconds = self.without_room[key][:place]
+            saved = np.minimum(gather_seconds, room * saved_by_byte)
+            sent = gather_seconds - saved
+            seconds += np.where(sent > ROUNDING * gather_seconds, sent, 0.0)
+            room = np.maximum(room - saved / saved_by_byte, 0.0)
         return max(carried, self._last(self.arrive[1 : place + 1], seconds))
 
     def _last(self, arrive: np.ndarray, seconds: np.ndarray) -> float:
-        """When the link has carried messages of so many seconds, by place, none of which begins before these times."""
+        """The earliest end of messages that take `seconds`, by place, and do not begin before the times `arrive`."""
         is_used = seconds > 0
         if not is_used.any():
             return 0.0

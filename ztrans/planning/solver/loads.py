@@ -1,8 +1,8 @@
-"""The messages of given buckets, and the bytes that are live with them.
+"""The loads of buckets: their messages, and the bytes that are live with them.
 
-A search places thousands of choices, and few of their buckets are new. So what follows from a bucket alone, or from the
-levers alone, is computed once. `first_waits` is the first place at which each reduction can be waited for: in a small
-memory not always where it starts.
+A search places thousands of choices, and few of their buckets are new. So results that depend on one bucket alone, or
+on the levers alone, are computed once. `first_waits` finds the first place at which each reduction can be waited for:
+in a small memory, not always where it starts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .messages import (
 )
 from .problem import Choice, Levers, MemberIndices, Problem
 
-# Bytes: more than there are, and exact as a float.
-ENDLESS = 2**52
+# A limit in bytes that nothing reaches, and that is exact as a float.
+UNLIMITED = 2**52
 
 
 class Rejected(Exception):
@@ -36,18 +36,18 @@ class Rejected(Exception):
 
 
 class GatherLoad(NamedTuple):
-    """A bucket of gathers as a message, and the bytes that it takes.
+    """The message of a bucket of gathers, and the bytes that are live for it.
 
     Attributes:
         members: the gathers, by index.
         use: the place at which it is waited for, before the first use of a member.
         release: the first place at which it may start.
-        bytes: of its values.
+        bytes: the bytes of its values.
         size: the bytes that are live between its start and its use.
-        burst: the bytes that are live in addition where it starts, if that is before its use.
-        message: as if it started at its use.
-        alone: the seconds that the message takes if no other one is under way.
-        rises: how many more bytes are live than with a bucket for each member, as in `buffers.rises`.
+        extra_at_start: further bytes that are live at its start, if that is before its use.
+        message: its message, if it starts at its use.
+        seconds_alone: the seconds of the message if no other one is under way.
+        rises: the additional live bytes compared with a bucket for each member, as in `buffers.rises`.
     """
 
     members: MemberIndices
@@ -55,14 +55,14 @@ class GatherLoad(NamedTuple):
     release: int
     bytes: int
     size: int
-    burst: int
+    extra_at_start: int
     message: Message
-    alone: float
+    seconds_alone: float
     rises: np.ndarray
 
 
 class ReductionLoad(NamedTuple):
-    """A bucket of reductions as a message, and the bytes that it takes.
+    """The message of a bucket of reductions, and the bytes that are live for it.
 
     Attributes:
         members: the reductions, by index.
@@ -70,16 +70,16 @@ class ReductionLoad(NamedTuple):
         first_wait, deadline: the first and the last place at which it may be waited for.
         gradients: the bytes of its gradients.
         size: the bytes that are live between its start and its wait.
-        burst: the bytes that are live in addition at its wait.
-        size_at_wait: the most bytes that its wait takes, without the results of other reductions that await it.
-        spare: the bytes that become free at its first wait if it is waited for later.
-        last_release: the first place at which all updates after it that have temporaries may run, or 0.
+        extra_at_wait: further bytes that are live at its wait.
+        size_at_wait: the most bytes of its wait, without the results of other reductions that are live until then.
+        freed_at_first_wait: the bytes that become free at its first wait if it is waited for later.
+        last_release: the first place where all its updates with temporaries may run; 0 without temporaries.
         storage: its bytes, by kind.
-        room: the bytes that it takes in addition if it is waited for later.
-        message: as if it was waited for at its first wait.
-        second: the reductions of its results, as a message.
-        second_bytes: the bytes that are live for it.
-        rises: how many more bytes are live than with a bucket for each member, as in `buffers.rises`.
+        room: the additional bytes if it is waited for after its first wait.
+        message: its message, if it is waited for at its first wait.
+        second: the message of the reductions of its results.
+        second_bytes: the bytes that are live for `second`.
+        rises: the additional live bytes compared with a bucket for each member, as in `buffers.rises`.
     """
 
     members: MemberIndices
@@ -88,9 +88,9 @@ class ReductionLoad(NamedTuple):
     deadline: int
     gradients: int
     size: int
-    burst: int
+    extra_at_wait: int
     size_at_wait: int
-    spare: int
+    freed_at_first_wait: int
     last_release: int
     storage: ReductionBytes
     room: RoomNeeded
@@ -101,33 +101,34 @@ class ReductionLoad(NamedTuple):
 
 
 class RoomNeeded:
-    """The bytes that a bucket of reductions takes in addition, by slot, if it is waited for after its first wait.
+    """The additional bytes of a bucket of reductions, by slot, if it is waited for after its first wait.
 
-    A bucket under way takes `size` at every slot, and `burst` more at a place, because the wait may be there.
-    `Loaded.room` has counted the first wait. So what that wait leaves live is taken off: the `staying` bytes up to the
-    slot `until`, where the first of them ends, and the temporaries of updates at their releases.
+    A bucket under way has `size` bytes live at every slot, and `extra_at_wait` more at a place, because its wait may be
+    there. `ChoiceLoad.room` has counted the bytes that the first wait leaves live. So they are subtracted: the
+    `staying_bytes` up to the slot `staying_until`, where the first of these buffers ends, and the temporaries of
+    updates at their releases.
 
-    `slots` begins with the operation after the first wait. It grows when a later slot is asked for.
+    `slots` begins with the operation after the first wait, and grows on demand.
     """
 
     def __init__(
         self,
         first_wait: int,
         size: int,
-        burst: int,
+        extra_at_wait: int,
         staying: Sequence[Buffer],
-        total: ReductionBytes,
+        storage: ReductionBytes,
     ) -> None:
         self.first_wait = first_wait
         self.size = size
-        self.burst = burst
-        self.staying = sum(buffer.bytes for buffer in staying)
-        self.until = min((buffer.last for buffer in staying), default=0)
-        self.temporaries = total.temporaries
+        self.extra_at_wait = extra_at_wait
+        self.staying_bytes = sum(buffer.bytes for buffer in staying)
+        self.staying_until = min((buffer.last for buffer in staying), default=0)
+        self.temporaries = storage.temporaries
         self.slots = self._slots(0)
 
     def between(self, place: int, end: int) -> np.ndarray:
-        """By slot, from after a place to an end, the bytes that it takes in addition if it is waited for later."""
+        """By slot, after `place` and up to `end`, the additional bytes if the bucket is waited for later."""
         stop = 2 * (end - self.first_wait)
         if stop > len(self.slots):
             self.slots = self._slots(2 * stop)
@@ -136,8 +137,8 @@ class RoomNeeded:
     def _slots(self, count: int) -> np.ndarray:
         # The first slot is the operation after the first wait, so every second one is a place.
         slots = np.full(count, self.size)
-        slots[1::2] += self.burst
-        slots[: max(self.until - 2 * self.first_wait, 0)] -= self.staying
+        slots[1::2] += self.extra_at_wait
+        slots[: max(self.staying_until - 2 * self.first_wait, 0)] -= self.staying_bytes
         for release, size in self.temporaries:
             slot = 2 * (release - self.first_wait) - 1
             if 0 < slot < count:
@@ -146,7 +147,10 @@ class RoomNeeded:
 
 
 def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
-    """The load of a bucket of gathers, of which each may start before any is used."""
+    """The load of a bucket of gathers.
+
+    Raises: Rejected if a member may start only after another one is used.
+    """
     gathers = [problem.gathers[i] for i in members]
     use = min(g.use for g in gathers)
     release = max(g.release for g in gathers)
@@ -155,7 +159,7 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
     size = sum(g.bytes for g in gathers)
     packed = packed_values(gathers)
     part = packed // problem.wires[gathers[0].key].ranks
-    # Members that are used later are live from the first use on.
+    # All members are live from the first use on, also those with a later use.
     early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
     message = message_of(problem, gathers, use, use)
     return GatherLoad(
@@ -164,9 +168,9 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
         release=release,
         bytes=size,
         size=size + part,
-        burst=packed,
+        extra_at_start=packed,
         message=message,
-        alone=message.alone,
+        seconds_alone=message.alone,
         rises=rises([*early, *gather_buffers(problem, gathers, use, use)]),
     )
 
@@ -174,16 +178,18 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
 def reduction_load(
     problem: Problem,
     first_waits: Sequence[int],
-    minus_alone: Callable[[int], np.ndarray],
+    minus_unbucketed: Callable[[int], np.ndarray],
     members: MemberIndices,
 ) -> ReductionLoad:
     """The load of a bucket of reductions.
 
     Args:
         problem: the reductions.
-        first_waits: the first wait of each, before which no result is needed.
-        minus_alone: from a reduction, the negative of what it has live in a bucket of its own, as `buffers.rises`.
-        members: the reductions in the bucket.
+        first_waits: the first place at which each reduction can be waited for.
+        minus_unbucketed: for a reduction, the negative of its live bytes in a bucket of its own, as `buffers.rises`.
+        members: the reductions in the bucket, by index.
+
+    Raises: Rejected if a result is needed before the first wait of the bucket.
     """
     reductions = [problem.reductions[i] for i in members]
     start = max(r.born for r in reductions) + 1
@@ -192,27 +198,27 @@ def reduction_load(
     deadline = min(end, *(r.deadline for r in reductions))
     if first_wait > deadline:
         raise Rejected
-    total = ReductionBytes(reductions)
-    bytes_before = total.starting if first_wait == start else total.under_way
-    staying = [buffer for buffer in total.staying if buffer.last > 2 * first_wait]
-    # At the end all updates have been released, so this is the most that any wait has live.
-    size_at_wait = total.at_wait(end)
-    size = total.under_way + total.awaiting_bytes
-    burst = size_at_wait - total.under_way
-    load_rises = [rises(total.buffers(start, first_wait)), *map(minus_alone, members)]
+    storage = ReductionBytes(reductions)
+    bytes_before = storage.starting if first_wait == start else storage.under_way
+    staying = [buffer for buffer in storage.staying if buffer.last > 2 * first_wait]
+    # At the end all updates have been released, so no wait has more bytes live.
+    size_at_wait = storage.at_wait(end)
+    size = storage.under_way + storage.awaiting_bytes
+    extra_at_wait = size_at_wait - storage.under_way
+    load_rises = [rises(storage.buffers(start, first_wait)), *map(minus_unbucketed, members)]
     return ReductionLoad(
         members=members,
         start=start,
         first_wait=first_wait,
         deadline=deadline,
-        gradients=total.gradients,
+        gradients=storage.gradients,
         size=size,
-        burst=burst,
+        extra_at_wait=extra_at_wait,
         size_at_wait=size_at_wait,
-        spare=max(total.at_wait(first_wait) - bytes_before, 0),
-        last_release=max((release for release, _ in total.temporaries), default=0),
-        storage=total,
-        room=RoomNeeded(first_wait, size, burst, staying, total),
+        freed_at_first_wait=max(storage.at_wait(first_wait) - bytes_before, 0),
+        last_release=max((release for release, _ in storage.temporaries), default=0),
+        storage=storage,
+        room=RoomNeeded(first_wait, size, extra_at_wait, staying, storage),
         message=message_of(problem, reductions, start, first_wait),
         second=second_message(problem, reductions, first_wait),
         second_bytes=reserved_for_second([reductions]),
@@ -220,18 +226,18 @@ def reduction_load(
     )
 
 
-def _minus_alone(problem: Problem, first_waits: Sequence[int], i: int) -> np.ndarray:
-    """The negative of what a reduction has live in a bucket of its own, as `buffers.rises`."""
+def _minus_unbucketed(problem: Problem, first_waits: Sequence[int], i: int) -> np.ndarray:
+    """The negative of the live bytes of a reduction in a bucket of its own, as `buffers.rises`."""
     r = problem.reductions[i]
     buffers = ReductionBytes([r]).buffers(r.born + 1, first_waits[i])
     return rises(b._replace(bytes=-b.bytes) for b in buffers)
 
 
-class Fixed(NamedTuple):
-    """What is the same for all buckets, if some levers are pulled.
+class LeverLoad(NamedTuple):
+    """The load of some levers, which is the same for all buckets.
 
     Attributes:
-        live: the live bytes by slot, if every message is a bucket of its own.
+        live: by slot, the live bytes if every message is a bucket of its own.
         seconds_before: the seconds of compute before each place.
     """
 
@@ -239,17 +245,17 @@ class Fixed(NamedTuple):
     seconds_before: Sequence[float]
 
 
-def fixed(problem: Problem, without_levers: np.ndarray, levers: Levers) -> Fixed:
-    """What is the same for all buckets if some levers are pulled, where some bytes are live without them."""
+def lever_load(problem: Problem, without_levers: np.ndarray, levers: Levers) -> LeverLoad:
+    """The load of some levers. `without_levers` are the bytes that are live without them."""
     live = without_levers + live_by_slot(problem.lever_buffers(levers), len(without_levers))
     compute = problem.compute(levers)
     if compute is problem.seconds:
-        return Fixed(live, problem.seconds_before)
-    return Fixed(live, tuple(accumulate(compute, initial=0.0)))
+        return LeverLoad(live, problem.seconds_before)
+    return LeverLoad(live, tuple(accumulate(compute, initial=0.0)))
 
 
 class Loads:
-    """The loads of one problem's buckets, and the bytes that are live with them, by slot.
+    """The loads of one problem's buckets and levers, each computed once.
 
     Attributes:
         first_waits: for each reduction, the first place at which it can be waited for.
@@ -257,22 +263,24 @@ class Loads:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.memory = int(min(problem.memory, ENDLESS))
+        self.memory = int(min(problem.memory, UNLIMITED))
         self.second_bytes = reserved_for_second([r] for r in problem.reductions)
         starts = [r.born + 1 for r in problem.reductions]
         self.first_waits = first_waits(problem, self._without_levers(starts))
         without_levers = self._without_levers(self.first_waits)
-        self.fixed = functools.cache(functools.partial(fixed, problem, without_levers))
+        self._levers = functools.cache(functools.partial(lever_load, problem, without_levers))
         self._gather = functools.cache(functools.partial(gather_load, problem))
-        minus_alone = functools.cache(functools.partial(_minus_alone, problem, self.first_waits))
+        minus_unbucketed = functools.cache(
+            functools.partial(_minus_unbucketed, problem, self.first_waits)
+        )
         self._reduction = functools.cache(
-            functools.partial(reduction_load, problem, self.first_waits, minus_alone)
+            functools.partial(reduction_load, problem, self.first_waits, minus_unbucketed)
         )
 
     def _without_levers(self, waits: Sequence[int]) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own and no lever is pulled.
+        """By slot, the live bytes if every message is a bucket of its own and no lever is pulled.
 
-        Gathers start at their use, and reductions are waited for at these places.
+        Gathers start at their use, and reductions are waited for at `waits`.
         """
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
@@ -283,22 +291,25 @@ class Loads:
         return problem.fixed_bytes + live_by_slot(buffers, len(problem.fixed_bytes))
 
     def bytes_unbucketed(self, levers: Levers) -> np.ndarray:
-        """By slot, what is live if every message is a bucket of its own, and these levers are pulled."""
-        return self.fixed(levers).live
+        """By slot, the live bytes with these levers if every message is a bucket of its own."""
+        return self._levers(levers).live
 
-    def of(self, choice: Choice) -> Loaded:
-        """The loads of a choice, in which every bucket is possible, and for which there is room."""
+    def of(self, choice: Choice) -> ChoiceLoad:
+        """The load of a choice.
+
+        Raises: Rejected if a bucket is not possible, or if there is not enough room.
+        """
         problem = self.problem
         gathers = [self._gather(members) for members in choice.gathers]
         reductions = [self._reduction(members) for members in choice.reductions]
         if problem.gap_between_starts(load.start for load in reductions):
             raise Rejected
 
-        # A bucket of one member changes nothing.
-        shared = [load.rises for load in gathers if len(load.members) > 1]
-        shared += [load.rises for load in reductions if len(load.members) > 1]
-        unchanged = self.fixed(choice.levers)
-        room = self.memory - unchanged.live - sum_rises(shared, len(unchanged.live))
+        # A bucket of one member adds nothing to the bytes of `levers`.
+        shared_rises = [load.rises for load in gathers if len(load.members) > 1]
+        shared_rises += [load.rises for load in reductions if len(load.members) > 1]
+        levers = self._levers(choice.levers)
+        room = self.memory - levers.live - sum_rises(shared_rises, len(levers.live))
         second_bytes = max((load.second_bytes for load in reductions), default=0)
         if second_bytes > self.second_bytes:
             room[2 * problem.births[0] :] -= second_bytes - self.second_bytes
@@ -307,11 +318,11 @@ class Loads:
 
         gathers.sort(key=lambda load: (load.use, load.release))
         reductions.sort(key=lambda load: (load.start, load.deadline))
-        return Loaded(gathers, reductions, unchanged.seconds_before, room)
+        return ChoiceLoad(gathers, reductions, levers.seconds_before, room)
 
 
-class Loaded(NamedTuple):
-    """The loads of a choice.
+class ChoiceLoad(NamedTuple):
+    """The load of a choice.
 
     Attributes:
         gathers, reductions: the buckets, in order of use and of start.
@@ -327,7 +338,7 @@ class Loaded(NamedTuple):
 
 
 def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
-    """The first place at which each reduction can be waited for, so that none is waited for before an earlier one.
+    """For each reduction, the first place at which it can be waited for. No reduction waits before an earlier one.
 
     It is the place at which the reduction starts, unless the bytes of the wait and of the updates after it do not fit
     there. An update at the beginning of backward, when most activations are live, may fit a few operations later. A
@@ -335,7 +346,8 @@ def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
 
     Args:
         problem: the reductions, and the memory.
-        live_bytes: by slot, if every message is a bucket of its own and every reduction is waited for where it starts.
+        live_bytes: by slot, the live bytes if every message is a bucket of its own, and every reduction is waited for
+            where it starts.
     """
     starts = [r.born + 1 for r in problem.reductions]
     if problem.reductions_in_flight < NEVER or live_bytes.max(initial=0) <= problem.memory:
@@ -347,32 +359,33 @@ def first_waits(problem: Problem, live_bytes: np.ndarray) -> list[int]:
         deadline = min(r.deadline, len(problem.seconds))
         if earliest > deadline:
             return starts
-        total = ReductionBytes([r])
-        at_once = live_by_slot(total.buffers(start, start), len(room))
+        storage = ReductionBytes([r])
+        at_once = live_by_slot(storage.buffers(start, start), len(room))
         # The wait moves only if an earlier reduction is waited for later, or if it does not fit.
         if earliest > start or room[at_once > 0].min(initial=0) < 0:
             room += at_once
-            waits[i] = _first_wait(total, room, start, max(earliest, start), deadline)
-            room -= live_by_slot(total.buffers(start, waits[i]), len(room))
+            waits[i] = _first_wait(storage, room, start, max(earliest, start), deadline)
+            room -= live_by_slot(storage.buffers(start, waits[i]), len(room))
         earliest = waits[i]
     return waits
 
 
 def _first_wait(
-    total: ReductionBytes, room: np.ndarray, start: int, earliest: int, deadline: int
+    storage: ReductionBytes, room: np.ndarray, start: int, earliest: int, deadline: int
 ) -> int:
     """The first place, from `earliest` on, where a reduction can be waited for; `earliest` if there is none."""
-    # Until its wait, the bucket must fit at every slot.
-    full = room[2 * start + 1 : 2 * deadline] < total.under_way + total.awaiting_bytes
+    # The bucket must fit at every slot before its wait.
+    full = room[2 * start + 1 : 2 * deadline] < storage.under_way + storage.awaiting_bytes
     latest = deadline
     if full.any():
         latest = start + (int(full.argmax()) + 1) // 2
     places = np.arange(earliest, max(latest, earliest) + 1)
-    waits_fit = room[2 * places] >= total.at_wait(deadline) + total.awaiting_bytes
+    waits_fit = room[2 * places] >= storage.at_wait(deadline) + storage.awaiting_bytes
 
-    # After its wait, what stays must fit as long as it is live.
-    until = max((buffer.last + 1 for buffer in total.staying), default=0)
-    too_full = np.flatnonzero(room[:until] < sum(buffer.bytes for buffer in total.staying))
+    # The buffers that stay after its wait must fit as long as they are live.
+    staying_until = max((buffer.last + 1 for buffer in storage.staying), default=0)
+    staying_bytes = sum(buffer.bytes for buffer in storage.staying)
+    too_full = np.flatnonzero(room[:staying_until] < staying_bytes)
     stays_fit = 2 * places + 1 > too_full.max(initial=-1)
 
     fits = waits_fit & stays_fit

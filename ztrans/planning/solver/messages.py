@@ -1,4 +1,4 @@
-"""A bucket as a message, and the bytes that are live for it."""
+"""The message of a bucket, and the bytes that are live for it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ BucketMembers = Sequence[Gather] | Sequence[Reduction]
 
 
 def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) -> Message:
-    """A bucket as a message that is sent at place `start` and waited for at place `wait`.
+    """The message of a bucket that is sent at place `start` and waited for at place `wait`.
 
-    A gather copies this rank's part into the buffer in which it receives. Small members share a buffer, and their
-    values are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums up
-    the parts that it has received.
+    A gather copies this rank's part into the buffer that receives the value. Small members share a buffer, and their
+    values are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums the
+    parts that it receives.
     """
     wire = problem.wires[members[0].key]
     wire_bytes = sum(member.wire for member in members)
     packing = wire.pack * packed_gradients(members)
     unpacking = wire.copy_out * packed_values(members)
     for member in members:
-        packing_of_member, unpacking_of_member = copy_seconds(wire, member)
-        packing += packing_of_member
-        unpacking += unpacking_of_member
+        member_packing, member_unpacking = copy_seconds(wire, member)
+        packing += member_packing
+        unpacking += member_unpacking
 
     overhead = wire.overhead + wire.byte_overhead * wire_bytes
     unpack = wire.unpack * wire_bytes
@@ -64,7 +64,7 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
 
 
 def second_message(problem: Problem, reductions: Sequence[Reduction], wait: int) -> Message | None:
-    """The second reductions of a bucket as a message, if the bucket is waited for at place `wait`; None without any."""
+    """The message of a bucket's second reductions, sent at place `wait`. None if it has none."""
     second = [r.second for r in reductions if r.second is not None]
     if not second:
         return None
@@ -72,7 +72,7 @@ def second_message(problem: Problem, reductions: Sequence[Reduction], wait: int)
 
 
 def second_deadline(problem: Problem, members: MemberIndices) -> int:
-    """The place where the second reductions of a bucket are waited for, if no other bucket has one after it."""
+    """The last place where the second reductions of a bucket may be waited for."""
     return _deadline(problem, [problem.reductions[i] for i in members])
 
 
@@ -81,7 +81,7 @@ def _deadline(problem: Problem, reductions: Sequence[Reduction]) -> int:
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
-    """The seconds of copies and sums that a member takes in any bucket: to send it, and to unpack it."""
+    """The seconds of the copies and sums of a member in any bucket: before it is sent, and after it has arrived."""
     if isinstance(member, Gather):
         return wire.pack * member.bytes / wire.ranks, 0.0
     packing = wire.pack * member.bytes if member.copied else 0.0
@@ -95,12 +95,12 @@ def sharing(members: BucketMembers) -> list[Gather | Reduction]:
 
 
 def packed_values(members: BucketMembers) -> int:
-    """The bytes of values that are copied out of the buffer of a bucket of gathers."""
+    """The bytes of values that are copied out of the shared buffer of a bucket of gathers."""
     return sum(member.bytes for member in sharing(members) if isinstance(member, Gather))
 
 
 def packed_gradients(members: BucketMembers) -> int:
-    """The bytes of gradients that are copied because their bucket has several small ones."""
+    """The bytes of gradients that are copied only because several small members share a buffer."""
     size = 0
     for member in sharing(members):
         if isinstance(member, Reduction) and not member.copied:
@@ -114,10 +114,10 @@ def packed_gradients(members: BucketMembers) -> int:
 def gather_buffers(
     problem: Problem, members: Sequence[Gather], start: int, wait: int
 ) -> Iterator[Buffer]:
-    """What a bucket of gathers has live from its start to its wait, besides the values themselves.
+    """The buffers of a bucket of gathers from its start to its wait, without the values.
 
-    Where it starts and where it is waited for, that is the whole buffer which small members share, and this rank's
-    part of it in between.
+    The buffer that small members share is live where the bucket starts and where it is waited for. In between, only
+    this rank's part of it is live.
     """
     packed = packed_values(members)
     part = packed // problem.wires[members[0].key].ranks
@@ -133,9 +133,9 @@ class ReductionBytes:
 
     Attributes:
         sent, allocated: the buffers that begin at its start, and at its wait.
-        awaiting: results of other reductions, which are live until its wait.
-        staying: what is live after its wait, besides temporaries.
-        temporaries: of the updates after its wait, as in `Reduction`.
+        awaiting: the results of other reductions that are live until its wait.
+        staying: the buffers that are live after its wait, without temporaries.
+        temporaries: those of the updates after its wait, as in `Reduction`.
     """
 
     def __init__(self, members: Sequence[Reduction]) -> None:
@@ -168,15 +168,15 @@ class ReductionBytes:
         return _total(self.awaiting)
 
     def at_wait(self, wait: int) -> int:
-        """The most bytes at a wait: while results are allocated, or while the updates run that may, one by one."""
-        # A wait allocates one result at a time, while the buffers of the bucket are still live.
+        """The peak at a wait: where a result is allocated, or where an update that may run there runs."""
+        # A wait allocates one result at a time, while the buffers of the bucket are still live. Updates run one by one.
         largest = max((buffer.bytes for buffer in self.allocated), default=0)
         running = max((size for release, size in self.temporaries if release <= wait), default=0)
         second_bytes = sum(r.second_bytes for r in self.members)
         return max(self.under_way + largest, _total(self.staying) + second_bytes + running)
 
     def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
-        """All that is live for the bucket, if it starts and is waited for at these places."""
+        """All buffers of the bucket, if it starts and is waited for at these places."""
         for r in self.members:
             yield Buffer(r.bytes, 2 * r.born + 1, 2 * start - 1)
         for buffer in self.awaiting:
@@ -188,7 +188,7 @@ class ReductionBytes:
             if release > wait:
                 yield Buffer(size, 2 * release, 2 * release)
         if start == wait:
-            # It starts before it is waited for, so the two are not live at once.
+            # The bucket starts, and is then waited for, so the bytes of the two are not live at once.
             yield Buffer(max(self.starting, self.at_wait(wait)), 2 * start, 2 * start)
         else:
             yield Buffer(self.starting, 2 * start, 2 * start)
@@ -196,17 +196,17 @@ class ReductionBytes:
             yield Buffer(self.at_wait(wait), 2 * wait, 2 * wait)
 
 
-def _total(sized: Iterable[Buffer | Reduction]) -> int:
-    return sum(each.bytes for each in sized)
+def _total(items: Iterable[Buffer | Reduction]) -> int:
+    return sum(item.bytes for item in items)
 
 
 def second_buffer(problem: Problem, size: int) -> Buffer:
-    """The buffer of second reductions, from the first birth on."""
+    """The buffer that is reserved for second reductions, from the first birth on."""
     return Buffer(size, 2 * problem.births[0], 2 * len(problem.seconds))
 
 
 def reserved_for_second(reductions: Iterable[Sequence[Reduction]]) -> int:
-    """The bytes of the largest second reduction of some buckets: between two waits, one of them is under way."""
+    """The bytes of the largest second reduction of some buckets. One at a time is under way between two waits."""
     most = 0
     for members in reductions:
         most = max(most, sum(r.second_bytes for r in members))

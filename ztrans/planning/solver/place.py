@@ -1,15 +1,16 @@
-"""Choose where given buckets start and are waited for, so that they fit and compute waits little.
+"""Place the buckets of a choice: where they start and are waited for, so that they fit and compute waits little.
 
-The schedule is simulated from the first place to the last, and each decision depends on what has happened by then. The
-bytes that are live in every schedule with these buckets are taken from the budget first: those of gathers from their
-use on, and those of gradients until they are sent. Two decisions share the room that is left. A reduction holds its
-gradients until it and the others of its group have arrived, and is waited for there (`Choice.waited_together` is the
-size of a group). If a reduction finds no room for its gradients, older reductions are waited for at that place, the
-oldest first. The next gather of each lane starts once it is due, and as soon as there is room for it until its use.
+The schedule is simulated from the first place to the last, and each decision depends on the events so far. Bytes that
+every schedule with these buckets needs are reserved first: gathered values from their first use, gradients until they
+are sent. Gathers and reductions share the room that is left:
 
-Everything that happens at one place happens in the order of `tape`. The tests simulate the tape of each finished
-schedule, and the program that is written from it: they must come to the same seconds and bytes as the simulation here,
-and never to fewer seconds than `bound`.
+- A reduction holds its gradients until it and the others of its group have arrived, and is waited for there
+  (`Choice.waited_together` is the size of a group). If there is no room for its gradients, older reductions are waited
+  for at that place, the oldest first.
+- The next gather of each lane starts once it is due and has room until its use.
+
+Events at one place have the order of `tape`. The tests simulate the tape of each finished schedule, and the program
+that is written from it. Both must have the seconds and bytes of the simulation here, and no fewer seconds than `bound`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from ...ir.dependencies import grouped
 from ..network import NEVER, Message, Network, Stalls, in_lane
 from .after_waits import PendingUpdates, SecondReductions
-from .loads import GatherLoad, Loaded, Loads, ReductionLoad, Rejected
+from .loads import ChoiceLoad, GatherLoad, Loads, ReductionLoad, Rejected
 from .problem import Bucket, Choice, Schedule
 
 # Sums of the same seconds in another order differ by less than this share.
@@ -34,7 +35,7 @@ ROUNDING = 1e-9
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A message to send, or sent. Once it is sent, `number` identifies it in the network."""
+    """A message, before and after it is sent. Once it is sent, `number` identifies it in the network."""
 
     message: Message
     number: int = field(default=-1, init=False)
@@ -42,7 +43,7 @@ class InFlight:
 
 @dataclass(slots=True, eq=False)
 class GatherInFlight(InFlight):
-    """A bucket of gathers. It is `due` at the last place from which it and those after it arrive in time."""
+    """A bucket of gathers. It is `due` at the last place from which it and the gathers after it arrive in time."""
 
     load: GatherLoad
     due: int = 0
@@ -55,13 +56,13 @@ class ReductionInFlight(InFlight):
 
     Attributes:
         index: its number among the buckets of reductions.
-        load: what it takes.
-        until: the place up to which room is taken for its gradients.
+        load: its load.
+        group_end: the last reduction of its group, which may be itself.
+        until: the place up to which room is reserved for its gradients.
         wait: the place at which it is waited for; -1 until that is decided.
-        with_next: as that of its bucket.
+        with_next: as in `Bucket`.
         expected: the time at which it should have arrived.
         is_received: whether it has been waited for.
-        group_end: the last reduction of its group, which may be itself.
     """
 
     index: int
@@ -76,21 +77,21 @@ class ReductionInFlight(InFlight):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A communicator: the gathers that it has not sent yet, and what is known of its messages.
+    """A communicator: the gathers that it has not sent yet, and the state of its messages.
 
     Attributes:
         name: as in messages.
-        queue: the gathers, in order of use.
-        next: the place at which the first of them is considered.
-        last: the number of the last message that was sent.
-        clear: when that message has arrived, if no other lane slows it down.
+        queue: the gathers that it has not sent yet, in order of use.
+        next_place: the place at which the first of them is considered.
+        last_sent: the number of the last message that was sent.
+        clear: the time at which that message arrives if no other lane slows it down.
         work: the seconds of all its messages, and the seconds in which it was idle so far.
     """
 
     name: str
     queue: deque[GatherInFlight] = field(default_factory=deque)
-    next: int = 0
-    last: int | None = None
+    next_place: int = 0
+    last_sent: int | None = None
     clear: float = 0.0
     work: float = 0.0
 
@@ -105,15 +106,15 @@ class Placed(NamedTuple):
 
 
 def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> Placed | None:
-    """Place the buckets of a choice; None if they do not fit, or are seen to take longer than `most_seconds`."""
+    """Place the buckets of a choice. None if they do not fit, or certainly take longer than `most_seconds`."""
     try:
         return _Simulation(loads, choice, loads.of(choice), most_seconds).placed()
     except Rejected:
         return None
 
 
-# What happens at one place, in the order of `tape`. Messages that no schedule places are operations of the program:
-# they are sent by the operation before the place, and waited for by the one after it.
+# The kinds of events at one place, in the order of `tape`. Messages that no schedule places are operations of the
+# program: they are sent by the operation before the place, and waited for by the one after it.
 (
     _ARRIVE,
     _SEND_FIXED,
@@ -126,40 +127,42 @@ def place_choice(loads: Loads, choice: Choice, most_seconds: float = NEVER) -> P
     _WAIT_GATHER,
     _WAIT_FIXED,
 ) = range(10)
-# A place, what happens there, the order of equal kinds at one place, and the message or lane to which it happens.
+# A place, a kind, the order of equal kinds at one place, and the subject: a message or a lane.
 _Item = tuple[int, int, int | str, Any]
 
 
 class _Simulation:
-    """One choice while it is simulated: the time, the room that is left by slot, the messages that are under way."""
+    """The simulation of one choice: the time, the room that is left by slot, and the messages under way."""
 
-    def __init__(self, loads: Loads, choice: Choice, loaded: Loaded, most_seconds: float) -> None:
+    def __init__(
+        self, loads: Loads, choice: Choice, choice_load: ChoiceLoad, most_seconds: float
+    ) -> None:
         problem = loads.problem
         self.problem = problem
         self.memory = loads.memory
-        self.room = loaded.room
+        self.room = choice_load.room
         self.choice = choice
         self.most_seconds = most_seconds
-        self.seconds_before = loaded.seconds_before
+        self.seconds_before = choice_load.seconds_before
         self.first_gradient = len(self.seconds_before)
         if problem.births:
             self.first_gradient = problem.births[0] - 1
         self.reserve = 0
         if choice.reserve:
-            self.reserve = max((load.size for load in loaded.reductions), default=0)
+            self.reserve = max((load.size for load in choice_load.reductions), default=0)
         self.network = Network()
         self.stalls = Stalls()
         self.updates = PendingUpdates(problem)
         # The time, and the place that compute has reached by then.
         self.clock = 0.0
-        self.now = 0
+        self.place = 0
 
         self.reductions = []
-        for r, reduction in enumerate(loaded.reductions):
-            self.reductions.append(ReductionInFlight(reduction.message, r, reduction))
+        for r, load in enumerate(choice_load.reductions):
+            self.reductions.append(ReductionInFlight(load.message, r, load))
         self._group_reductions()
-        self.gathers = [GatherInFlight(gather.message, gather) for gather in loaded.gathers]
-        self.fixed = [InFlight(message) for message in problem.fixed_messages]
+        self.gathers = [GatherInFlight(load.message, load) for load in choice_load.gathers]
+        self.fixed_messages = [InFlight(message) for message in problem.fixed_messages]
         is_limited = problem.gathers_in_flight < NEVER
         self.send_gathers_kind = _SEND_GATHERS_LAST if is_limited else _SEND_GATHERS
 
@@ -171,17 +174,18 @@ class _Simulation:
         # By link: the seconds of its messages, and of compute after the last place where one is waited for.
         self.least_of_link = self._least_of_link()
 
-        self.queued = [lane for lane in self.lanes.values() if lane.queue]
-        for lane in self.queued:
+        self.gather_lanes = [lane for lane in self.lanes.values() if lane.queue]
+        for lane in self.gather_lanes:
             self._set_due(lane)
             first = lane.queue[0]
-            lane.next = max(first.due, first.load.release)
+            lane.next_place = max(first.due, first.load.release)
         self.agenda = list(self._known_items())
         heapq.heapify(self.agenda)
 
     def _fill_lanes(self) -> None:
         """Add up the work of each lane, and queue its gathers."""
-        messages = [each.message for each in (*self.gathers, *self.reductions, *self.fixed)]
+        in_flight = (*self.gathers, *self.reductions, *self.fixed_messages)
+        messages = [item.message for item in in_flight]
         for reduction in self.reductions:
             if reduction.load.second is not None:
                 messages.append(reduction.load.second)
@@ -195,22 +199,22 @@ class _Simulation:
     def _group_reductions(self) -> None:
         """Put the reductions of each lane into groups that are waited for together."""
         by_lane = grouped((reduction.message.lane, reduction) for reduction in self.reductions)
-        for of_lane in by_lane.values():
-            # The last reduction is alone, because the updates of the others run while it is under way. The groups
-            # before it are counted back from it.
-            group_end = of_lane[-1]
-            for distance, reduction in enumerate(reversed(of_lane)):
+        for lane_reductions in by_lane.values():
+            # The last reduction is a group of its own, because the updates of the others run while it is under way.
+            # The groups before it are counted back from it.
+            group_end = lane_reductions[-1]
+            for distance, reduction in enumerate(reversed(lane_reductions)):
                 if distance % self.choice.waited_together == 1 or self.choice.waited_together == 1:
                     group_end = reduction
                 reduction.group_end = group_end
 
     def _least_of_link(self) -> dict[str, float]:
-        """The seconds that a step takes if a link is never idle. Second reductions are left out."""
+        """By link, the least seconds of the step: the link is never idle. Second reductions are left out."""
         last_wait = 0
         least: dict[str, float] = {}
-        for each in (*self.gathers, *self.reductions, *self.fixed):
-            message = each.message
-            latest = each.load.deadline if isinstance(each, ReductionInFlight) else message.need
+        for item in (*self.gathers, *self.reductions, *self.fixed_messages):
+            message = item.message
+            latest = item.load.deadline if isinstance(item, ReductionInFlight) else message.need
             last_wait = max(last_wait, latest)
             least[message.link] = least.get(message.link, 0.0) + message.seconds
             inside = message.inside
@@ -225,18 +229,18 @@ class _Simulation:
         return self.lanes[name]
 
     def _known_items(self) -> Iterator[_Item]:
-        """Everything that is known to happen. Where reductions are waited for is decided on the way."""
-        for turn, each in enumerate(self.fixed):
-            yield each.message.issue, _SEND_FIXED, turn, each
-            yield each.message.need, _WAIT_FIXED, turn, each
-        for lane in self.queued:
-            yield lane.next, self.send_gathers_kind, lane.name, lane
-        last_places_of_second = set()
+        """The events that are known from the beginning. Waits for reductions are decided in the simulation."""
+        for i, fixed_message in enumerate(self.fixed_messages):
+            yield fixed_message.message.issue, _SEND_FIXED, i, fixed_message
+            yield fixed_message.message.need, _WAIT_FIXED, i, fixed_message
+        for lane in self.gather_lanes:
+            yield lane.next_place, self.send_gathers_kind, lane.name, lane
+        second_deadlines = set()
         for reduction in self.reductions:
             yield reduction.load.start, _SEND_REDUCTION, reduction.index, reduction
             if reduction.load.second is not None:
-                last_places_of_second.add(reduction.load.second.need)
-        for place in last_places_of_second:
+                second_deadlines.add(reduction.load.second.need)
+        for place in second_deadlines:
             yield place, _WAIT_SECOND, 0, None
         for place in self.problem.releases:
             yield place, _UPDATE, 0, None
@@ -244,12 +248,12 @@ class _Simulation:
             yield place, _WAIT_GATHER, 0, None
 
     def _set_due(self, lane: Lane) -> None:
-        """Find from where each gather, and those of its lane after it, arrive in time if nothing else waits."""
+        """For each gather, find the last place from which it and those after it in its lane arrive in time."""
         clock = self.problem.clock
         latest = NEVER
         for gather in reversed(lane.queue):
             use = gather.load.use
-            latest = min(clock[use], latest) - self.choice.lead * gather.load.alone
+            latest = min(clock[use], latest) - self.choice.lead * gather.load.seconds_alone
             gather.due = min(max(0, bisect_right(clock, latest) - 1), use)
 
     def placed(self) -> Placed:
@@ -257,10 +261,10 @@ class _Simulation:
 
         Raises: Rejected if it does not fit, or takes longer than `most_seconds`.
         """
-        # A lane needs at least the time of all its messages.
+        # The step takes at least as long as all messages of a lane.
         if max((lane.work for lane in self.lanes.values()), default=0.0) > self.most_seconds:
             raise Rejected
-        happen = (
+        handlers = (  # by kind
             self._arrive,
             self._send,
             self._send_gathers,
@@ -274,16 +278,16 @@ class _Simulation:
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
-            self.clock += self.seconds_before[place] - self.seconds_before[self.now]
-            self.now = place
+            self.clock += self.seconds_before[place] - self.seconds_before[self.place]
+            self.place = place
             self.network.run(self.clock)
-            happen[kind](subject, place)
+            handlers[kind](subject, place)
 
-        end = self.clock + self.seconds_before[-1] - self.seconds_before[self.now]
+        end = self.clock + self.seconds_before[-1] - self.seconds_before[self.place]
         seconds = end + self.updates.seconds_left
-        # A schedule lists its gathers in the order in which they start.
-        issued = sorted(self.gathers, key=lambda gather: gather.number)
-        gathers = [Bucket(g.load.members, g.start, g.load.use) for g in issued]
+        # A schedule lists its gathers in the order of their starts.
+        in_order = sorted(self.gathers, key=lambda gather: gather.number)
+        gathers = [Bucket(g.load.members, g.start, g.load.use) for g in in_order]
         reductions = [
             Bucket(r.load.members, r.load.start, r.wait, r.with_next) for r in self.reductions
         ]
@@ -298,25 +302,25 @@ class _Simulation:
         self.clock += message.overhead
         self.network.run(self.clock)
 
-        # A lane that is idle for too long cannot send the rest in time, so the choice is given up early.
-        free_since = 0.0 if lane.last is None else self.network.end[lane.last]
+        # A lane that was idle for too long cannot send the rest in time, so the choice is rejected early.
+        free_since = 0.0 if lane.last_sent is None else self.network.end[lane.last_sent]
         lane.work += max(self.clock - free_since, 0.0)
         if lane.work > self.most_seconds:
             raise Rejected
 
         ready = self.clock + message.pack_beside
         if message.inside is not None:
-            first = self.lanes[message.inside.lane]
-            first.clear = max(first.clear, ready) + in_lane(message.inside)
-            ready = first.clear
+            inside_lane = self.lanes[message.inside.lane]
+            inside_lane.clear = max(inside_lane.clear, ready) + in_lane(message.inside)
+            ready = inside_lane.clear
         lane.clear = max(lane.clear, ready) + in_lane(message)
 
         in_flight.number = self.network.issue(message, self.clock)
-        lane.last = in_flight.number
+        lane.last_sent = in_flight.number
 
     def _send_gathers(self, lane: Lane, place: int) -> None:
-        """Start the gathers of a lane whose time has come."""
-        while lane.queue and lane.next == place:
+        """Start the gathers of a lane that are due here and have room."""
+        while lane.queue and lane.next_place == place:
             gather = lane.queue[0]
             load = gather.load
             start = self._earliest(load, max(place, gather.due, load.release))
@@ -327,13 +331,13 @@ class _Simulation:
             gather.start = place
             self.room[2 * place : 2 * load.use] -= load.size
             if place < load.use:
-                self.room[2 * place] -= load.burst
+                self.room[2 * place] -= load.extra_at_start
             self._send(gather, place)
             self.gathers_under_way.append(gather)
 
     def _consider(self, lane: Lane, place: int) -> None:
         """Consider the next gather of a lane at a place."""
-        lane.next = place
+        lane.next_place = place
         heapq.heappush(self.agenda, (place, self.send_gathers_kind, lane.name, lane))
 
     def _earliest(self, load: GatherLoad, place: int) -> int:
@@ -343,16 +347,17 @@ class _Simulation:
             return use
         most = self.problem.gathers_in_flight
         if most < NEVER:
-            ahead = [gather.load for gather in self.gathers_under_way if gather.load.use > place]
-            if sum(earlier.bytes for earlier in ahead) + load.bytes > most:
+            under_way = [gather.load for gather in self.gathers_under_way]
+            earlier_loads = [earlier for earlier in under_way if earlier.use > place]
+            if sum(earlier.bytes for earlier in earlier_loads) + load.bytes > most:
                 if load.bytes > most:
                     return use
                 # Once the first of them has been used, fewer bytes are under way.
-                return min(use, *(earlier.use for earlier in ahead))
-        return self._with_room(load, place)
+                return min(use, *(earlier.use for earlier in earlier_loads))
+        return self._earliest_with_room(load, place)
 
-    def _with_room(self, load: GatherLoad, start: int) -> int:
-        """The first place from `start` on, and before its use, from which a gather has room until its use."""
+    def _earliest_with_room(self, load: GatherLoad, start: int) -> int:
+        """The first place, from `start` on, from which a gather has room until its use; its use if there is none."""
         use = load.use
         size = load.size
         if use >= self.first_gradient:
@@ -361,8 +366,8 @@ class _Simulation:
         (full,) = (self.room[2 * start : 2 * use] < size).nonzero()
         if len(full):
             start += int(full[-1]) // 2 + 1
-        if load.burst and start < use:
-            fits = self.room[2 * start : 2 * use : 2] >= size + load.burst
+        if load.extra_at_start and start < use:
+            fits = self.room[2 * start : 2 * use : 2] >= size + load.extra_at_start
             if not fits.any():
                 return use
             start += int(fits.argmax())
@@ -384,7 +389,7 @@ class _Simulation:
             self._decide_wait(reduction, place, stall=True)
 
     def _make_way(self, load: ReductionLoad, place: int) -> None:
-        """Wait for the oldest reductions until there are few enough bytes under way for another bucket."""
+        """Wait for the oldest reductions until another bucket keeps the limit of the bytes under way."""
         under_way = []
         for reduction in self.reductions:
             if reduction.number >= 0 and not reduction.is_received:
@@ -401,17 +406,17 @@ class _Simulation:
         self._wait_in_order(oldest, place)
 
     def _hold(self, reduction: ReductionInFlight, place: int) -> None:
-        """Take room for a reduction until it should have arrived, or as long as there is any.
+        """Reserve room for a reduction until it should have arrived, or as far as there is room.
 
-        If there is no room after this place, wait for older reductions, whose bytes make room. If that is not enough,
+        If there is no room after this place, wait for older reductions, which frees their bytes. If that is not enough,
         wait for this reduction.
         """
         end = self._expected_place(reduction, place)
-        self._take_room(reduction, end)
+        self._reserve_room(reduction, end)
         if reduction.until == place < end:
             for older in self._older_that_make_room(reduction, place):
                 self._decide_wait(older, place, stall=True)
-            self._take_room(reduction, end)
+            self._reserve_room(reduction, end)
 
         if reduction.until == place:
             self._decide_wait(reduction, place, stall=True)
@@ -419,26 +424,26 @@ class _Simulation:
             self._check_at(reduction.until, reduction)
 
     def _expected_place(self, reduction: ReductionInFlight, place: int) -> int:
-        """The place that compute reaches when a reduction and its group should have arrived, if nothing else stalls."""
+        """The place that compute reaches when a reduction and its group should have arrived, if nothing stalls."""
         clock = self.problem.clock
         group_end = reduction.group_end
         expected = max(reduction.expected, group_end.expected)
         end = bisect_left(clock, expected - self.clock + clock[place], place)
-        # If the last one of its group has not been sent yet, hold the gradients at least until it is.
+        # If the last reduction of the group has not been sent yet, hold the gradients at least until it is sent.
         if group_end.load.start >= place:
             end = max(end, group_end.load.start + 1)
         return min(end, reduction.load.deadline)
 
-    def _take_room(self, reduction: ReductionInFlight, end: int) -> None:
-        """Take room for the gradients of a reduction up to a place, or as long as there is any."""
+    def _reserve_room(self, reduction: ReductionInFlight, end: int) -> None:
+        """Reserve room for the gradients of a reduction up to a place, or as far as there is room."""
         begin = reduction.until
         if end > begin:
-            room = reduction.load.room.between(begin, end)
-            full = self.room[2 * begin + 1 : 2 * end + 1] < room
+            needed = reduction.load.room.between(begin, end)
+            full = self.room[2 * begin + 1 : 2 * end + 1] < needed
             first = int(full.argmax())  # 0 if no slot is full
             if full[first]:
                 end = begin + first // 2
-            self.room[2 * begin + 1 : 2 * end + 1] -= room[: 2 * (end - begin)]
+            self.room[2 * begin + 1 : 2 * end + 1] -= needed[: 2 * (end - begin)]
             reduction.until = end
 
     def _older_that_make_room(
@@ -446,8 +451,8 @@ class _Simulation:
     ) -> list[ReductionInFlight]:
         """The oldest reductions that together free enough room for a new one right after a place.
 
-        The list is empty if even all of them do not. Reductions that may not be waited for at this place, or that have
-        no bytes after it, are left out.
+        The list is empty if all of them are not enough. Reductions that may not be waited for at this place, or that
+        have no bytes after it, are left out.
         """
         slots = slice(2 * place + 1, 2 * place + 3)
         lacking = reduction.load.room.between(place, place + 1) - self.room[slots]
@@ -465,13 +470,13 @@ class _Simulation:
         return []
 
     def _check_at(self, place: int, reduction: ReductionInFlight) -> None:
-        """Add to the agenda a check, at a place, whether a reduction has arrived."""
+        """Check at a later place whether a reduction has arrived."""
         heapq.heappush(self.agenda, (place, _ARRIVE, reduction.index, reduction))
 
     def _decide_wait(self, reduction: ReductionInFlight, place: int, stall: bool) -> None:
-        """Wait for a reduction at a place, and give back the room that was taken for it after that place.
+        """Decide to wait for a reduction at a place, and release the room that was reserved for it after that place.
 
-        Earlier messages of the same lane have arrived too, and are waited for first.
+        Earlier reductions of the same lane have arrived too, and are waited for first.
         """
         load = reduction.load
         lane = reduction.message.lane
@@ -485,23 +490,23 @@ class _Simulation:
         heapq.heappush(self.agenda, (place, _WAIT, reduction.index, reduction))
 
         if place > load.first_wait:
-            # `Loaded.room` has counted a wait at the first place, and `_hold` one at every place after it. Only the one
-            # at this place comes true.
-            self.room[2 * load.first_wait] += load.spare
-            self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.burst
+            # `ChoiceLoad.room` has counted a wait at the first place, and `_hold` a wait at every place after it. The
+            # wait is at this place only.
+            self.room[2 * load.first_wait] += load.freed_at_first_wait
+            self.room[2 * load.first_wait + 2 : 2 * place : 2] += load.extra_at_wait
             if place < load.last_release:
                 self.room[2 * place] += load.size_at_wait - load.storage.at_wait(place)
         until = reduction.until
         if until > place:
             self.room[2 * place + 1 : 2 * until + 1] += load.room.between(place, until)
-            # The room that is free again may be enough for a gather. After a stall, it starts after the wait.
+            # The released room may be enough for a gather. After a stall, it starts after the wait.
             next_place = place + 1 if stall else place
-            for queued in self.queued:
-                if queued.queue and queued.next > place:
-                    self._consider(queued, next_place)
+            for gather_lane in self.gather_lanes:
+                if gather_lane.queue and gather_lane.next_place > place:
+                    self._consider(gather_lane, next_place)
 
     def _arrive(self, reduction: ReductionInFlight, place: int) -> None:
-        """See whether a reduction has arrived by now; if not, hold its gradients for longer, or wait for it here."""
+        """Wait for a reduction here if it has arrived. Otherwise hold its gradients for longer, if there is room."""
         if reduction.wait >= 0:
             return
         first_wait = reduction.load.first_wait
@@ -515,23 +520,24 @@ class _Simulation:
             self._check_at(first_wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
-        """Run the updates that can run here, also the updates that are released here."""
+        """Run the updates that can run here, also those that are released here."""
         self.clock += self.updates.seconds(place)
 
     def _wait(self, first: ReductionInFlight, place: int) -> None:
-        """Wait for the reductions that are needed here: `first`, which was started first, and the others."""
-        needed = [first]
+        """Wait for the reductions with a wait here: `first`, which was started first, and the others."""
+        here = [first]
         while self.agenda and self.agenda[0][:2] == (place, _WAIT):
-            needed.append(heapq.heappop(self.agenda)[3])
+            here.append(heapq.heappop(self.agenda)[3])
         # Some were waited for already, to make way for others.
-        self._wait_in_order(deque(each for each in needed if not each.is_received), place)
+        unreceived = deque(reduction for reduction in here if not reduction.is_received)
+        self._wait_in_order(unreceived, place)
 
     def _wait_in_order(self, reductions: deque[ReductionInFlight], place: int) -> None:
         """Wait for reductions in the order of their starts, and run the updates that follow.
 
-        Updates run before a second reduction is sent, after the last wait, and where compute would stall, if that hides
-        more than the additional launches cost. A plan says of each reduction whether updates run right after it, so
-        updates that do not run at a stall run after the next reduction.
+        Updates run before a second reduction is sent and after the last wait. They also run where compute would stall,
+        if that hides more seconds than the additional launches take. A plan states for each reduction whether updates
+        run right after it, so updates that do not run at a stall run after the next reduction.
         """
         waited_for: list[ReductionInFlight] = []
         while reductions:
@@ -543,7 +549,7 @@ class _Simulation:
             self._receive(reduction, end, place)
             reduction.is_received = True
             reductions.popleft()
-            self._reduced(reduction, waited_for, place)
+            self._finish_wait(reduction, waited_for, place)
         self._update_together(waited_for, place)
         self._check_seconds(place)
 
@@ -565,10 +571,11 @@ class _Simulation:
     ) -> bool:
         """Whether to run the updates that can run now, while compute waits until `end`.
 
-        Otherwise they run after other reductions, which are still to be waited for at this place, and share launches
-        with the updates that follow those. What runs before `end` costs no time, but these launches are made twice.
+        If they run now, the seconds before `end` cost nothing. If they run after the other reductions that are waited
+        for at this place, they share launches with the updates of these. `reductions` begin with the one that arrives
+        at `end`.
         """
-        # Before a second reduction is sent, the updates run in any case.
+        # The updates run before a second reduction is sent in any case, so they share no launches after it.
         without_second = takewhile(lambda reduction: reduction.load.second is None, reductions)
         members = chain.from_iterable(reduction.load.members for reduction in without_second)
         earlier = self.updates.runnable(place)
@@ -580,36 +587,36 @@ class _Simulation:
         return hidden >= shared
 
     def _check_seconds(self, place: int) -> None:
-        """Reject the schedule if the step takes too long, or will.
+        """Reject the choice once the step is certain to take too long.
 
-        It will if a link was idle for so long that its last message arrives too late.
+        One reason is a link that was idle for so long that its last message arrives too late.
 
         Raises: Rejected
         """
         if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
             raise Rejected
-        # These sums are rounded otherwise than the time at which that message arrives.
+        # These sums add the seconds of the link in another order than the simulation, so they are rounded differently.
         most = self.most_seconds * (1 + ROUNDING)
         for name, link in self.network.links.items():
             if self.least_of_link.get(name, 0.0) + link.idle > most:
                 raise Rejected
 
-    def _receive(self, arrived: InFlight, end: float, place: int) -> None:
-        """Let compute stand still until `end`, when a message arrives, and unpack it."""
+    def _receive(self, in_flight: InFlight, end: float, place: int) -> None:
+        """Stall until a message arrives at `end`, and unpack it."""
         if end > self.clock:
             self.stalls.add(self.clock, end)
             self.clock = end
-            # At the next place, see which reductions have arrived during the stall.
+            # Reductions that arrived during the stall can be waited for at the next place.
             for reduction in self.reductions_under_way:
                 if self.network.end[reduction.number] <= end and reduction.until > place:
                     self._check_at(place + 1, reduction)
-        self.clock += self.stalls.lost(self.network, arrived.number, self.clock)
-        self.clock += arrived.message.unpack
+        self.clock += self.stalls.lost(self.network, in_flight.number, self.clock)
+        self.clock += in_flight.message.unpack
 
-    def _reduced(
+    def _finish_wait(
         self, reduction: ReductionInFlight, waited_for: list[ReductionInFlight], place: int
     ) -> None:
-        """Send the second reduction of a bucket, or else note that updates may follow it."""
+        """After a wait, send the second reduction of the bucket, or make its updates ready."""
         load = reduction.load
         if load.second is None:
             self.updates.complete(load.members)
@@ -618,7 +625,7 @@ class _Simulation:
             self._send_second(load, load.second, place)
 
     def _update_together(self, waited_for: list[ReductionInFlight], place: int) -> None:
-        """Run the updates that can run after these reductions, and mark all reductions but the last `with_next`."""
+        """Run the updates that can run after these reductions. Set `with_next` of all reductions but the last."""
         if not waited_for:
             return
         updates = self.updates.run(place)
@@ -629,7 +636,7 @@ class _Simulation:
         waited_for.clear()
 
     def _send_second(self, load: ReductionLoad, message: Message, place: int) -> None:
-        """Send the second reduction of a bucket, wait for the one before it, and run the updates that can run."""
+        """Send the second reduction of a bucket, wait for the previous one, and run the updates that can run."""
         second = InFlight(message)
         self._send(second, place)
         for earlier, earlier_load in self.second_under_way.add((second, load), message.need):
@@ -638,7 +645,7 @@ class _Simulation:
         self._update(None, place)
 
     def _wait_second(self, _: None, place: int) -> None:
-        """Wait for the second reductions that are needed here, and run the updates that can run."""
+        """Wait for the second reduction that is needed here, and run the updates that can run."""
         for second, load in self.second_under_way.needed(place):
             self._receive(second, self.network.arrival(second.number), place)
             self.updates.complete(load.members)

@@ -1,15 +1,15 @@
-"""What a schedule of collectives decides, without the program that it belongs to.
+"""The scheduling problem of a step, and its solutions, without the program.
 
-Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must have
-arrived before the operation that first uses it. Its value is live from its start to its last use. A gradient is live
-from the operation that makes it until its reduction has been waited for. A gather that repeats an earlier one has a
-lever, which a schedule may pull. Then the gather is not sent, and the earlier value stays live. It may have another
-lever, with which each rank keeps only a part of the earlier value, and a gather among neighbours brings the rest. A
-`Choice` says which messages and levers there are, and a `Schedule` also at which places.
+Operations 0..n-1 run in a fixed order. Place k is before operation k, and place n is the end. A gather must arrive
+before the first operation that uses it. Its value is live from its start to its last use. A gradient is live from the
+operation that makes it until its reduction has been waited for.
 
-The equations of an eager update have no place of their own: they run at the place where the last of the reductions that
-they need is waited for. Collectives that no schedule places, as the step's own, are issued and waited for at fixed
-places.
+A gather that repeats an earlier one has a lever. If a schedule pulls it, the gather is not sent, and the earlier value
+stays live. The gather may have a second lever: each rank keeps only a part of the earlier value, and a gather among
+neighbours brings the rest. A `Choice` decides buckets and levers. A `Schedule` also decides their places.
+
+An eager update has no place of its own: it runs where the last reduction that it needs is waited for. Collectives that
+no schedule places, such as the step's own, are issued and waited for at fixed places.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..buffers import Buffer
 from ..network import Message
 from ..play import play
 
-# A place that is not before the end of any problem.
+# A place at or after the end of every problem.
 END = sys.maxsize
-# The bytes at a place of which nothing is known: no limit is reached there.
+# The live bytes at a place if they are not known: so low that no limit is reached there.
 UNKNOWN = -(2**52)
 
 
 class Inside(NamedTuple):
-    """How the first level of a hierarchical message travels, inside each host. Received bytes are then summed there."""
+    """How the first level of a hierarchical message travels, inside each host, where received bytes are then summed."""
 
     lane: str
     link: str
@@ -45,21 +45,21 @@ class Inside(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How the messages of one key travel, and what they cost on their link and of compute.
+    """How the messages of one key travel, and their costs on the link and in compute.
 
     Attributes:
         lane, link: the communicator of the messages, and the link that they cross.
         latency: seconds for a message.
         pace: seconds for a byte, if nothing else uses the link.
-        overhead, byte_overhead: seconds for which compute stands still to send a message, and for each of its bytes.
-        unpack: seconds for which compute makes values of a received byte.
-        ranks: how many take part in a message.
+        overhead, byte_overhead: seconds of compute to send a message, and for each of its bytes.
+        unpack: seconds of compute to turn a received byte into values.
+        ranks: the number of ranks that take part in a message.
         pack: seconds to copy a byte that is sent.
-        copy_out: seconds for a received byte that is copied out of a buffer, or summed.
-        beside: whether these two happen beside compute, which otherwise stands still for them.
-        inside: the first level, of a hierarchical message.
+        copy_out: seconds to copy a received byte out of a buffer, or to sum it.
+        beside: whether `pack` and `copy_out` run beside compute. Otherwise compute stands still for them.
+        inside: the first level of a hierarchical message.
         taken: the share of compute that a message takes while it is under way.
-        tree: the latency and pace of a message that goes by a tree, where that may be faster.
+        tree: the latency and the pace of a message that is sent over a tree, where that may be faster.
     """
 
     lane: str
@@ -78,32 +78,32 @@ class Wire(NamedTuple):
     tree: tuple[float, float] | None = None
 
     def travel(self, wire_bytes: int) -> tuple[float, float]:
-        """The latency of a message, and the seconds in which its bytes move."""
-        ways = [(self.latency, self.pace * wire_bytes)]
+        """The latency of a message and the seconds in which its bytes move, over the ring or the tree."""
+        routes = [(self.latency, self.pace * wire_bytes)]
         if self.tree is not None:
             latency, pace = self.tree
-            ways.append((latency, pace * wire_bytes))
-        return min(ways, key=sum)
+            routes.append((latency, pace * wire_bytes))
+        return min(routes, key=sum)
 
     @property
     def least_latency(self) -> float:
-        """The latency of a message that goes the way with the lower one."""
+        """The lower latency of the ring and the tree."""
         return self.latency if self.tree is None else min(self.latency, self.tree[0])
 
 
 class Gather(NamedTuple):
-    """A gather, whose value is live from its start to operation `last`.
+    """A gather. Its value is live from its start to operation `last`.
 
     Attributes:
         key: members of a bucket share it. `Problem.wires` says how a message with this key travels.
         wire: the bytes that this rank receives.
-        bytes: of the value.
+        bytes: the size of the value.
         use, last: the first and the last operation that uses the value.
         release: the earliest place at which it may start.
         repeats: the earlier gather of the same value, if that value may be kept.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
-        replaces: the gather in whose place a lever sends this one. Such gathers come after all others.
+        replaces: the gather that a lever replaces by this one. Such gathers come after all others.
     """
 
     key: Hashable
@@ -119,21 +119,21 @@ class Gather(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A reduction, whose gradient is live from operation `born` until its wait.
+    """A reduction. Its gradient is live from operation `born` until its wait.
 
     Attributes:
-        key, wire: as those of a gather.
-        bytes: of the gradient.
+        key, wire: as in `Gather`.
+        bytes: the size of the gradient.
         born: the operation that makes the gradient.
         deadline: the last place at which it may be waited for.
-        copied: whether the gradient is copied to be sent, and so is freed where the reduction starts.
-        buffers: what is sent and received, from AT_START to AT_WAIT or beyond, and what the wait and the updates after
-            it allocate, from AT_WAIT on.
-        temporaries: for each update that follows, the first place where it may run, and the bytes that it has for
-            itself then.
-        second: the reduction of its result, as over replicas. It is sent right after the wait, in the same bucket, and
-            waited for right after the next one of its kind has been sent, or where it is needed.
-        second_bytes: what is live for the second reduction.
+        copied: whether the gradient is copied to be sent. If so, it is freed where the reduction starts.
+        buffers: the buffers that are sent and received, from AT_START to AT_WAIT or beyond, and the buffers that the
+            wait and the updates after it allocate, from AT_WAIT on.
+        temporaries: for each update that follows, the first place where it may run, and the bytes that only it has
+            live there.
+        second: the reduction of its result, for instance over replicas. It is sent right after the wait, in the same
+            bucket. It is waited for right after the next second reduction has been sent, or where it is needed.
+        second_bytes: the bytes that are live for the second reduction.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
     """
@@ -153,14 +153,14 @@ class Reduction(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Compute that runs once all the reductions that it needs have been waited for.
+    """Compute that runs once all reductions that it needs have been waited for.
 
     Attributes:
         seconds: its duration, without launches that it may share with others.
-        after: the reductions, by index.
+        after: the reductions that it needs, by index.
         release: the earliest place at which it may run.
-        launches: pairs of the number of a launch and its seconds. Of several updates that run one after the other, the
-            first makes the launch for all of them.
+        launches: pairs of the number of a launch and its seconds. Updates that run one after the other share a launch:
+            the first one makes it for all.
     """
 
     seconds: float
@@ -173,9 +173,9 @@ class Dependents(NamedTuple):
     """All updates that need the same reductions.
 
     Attributes:
-        reductions, updates: by index.
+        reductions, updates: their indices.
         born: the last operation that makes one of the gradients.
-        seconds: of all these updates.
+        seconds: the duration of all these updates, without launches.
     """
 
     reductions: tuple[int, ...]
@@ -186,7 +186,7 @@ class Dependents(NamedTuple):
 
 @dataclass(frozen=True)
 class Lever:
-    """A choice between memory and time: bytes stay live, so that a gather is not sent.
+    """A choice between memory and time: bytes stay live, and a gather is not sent.
 
     The value of that gather counts as live from its use on, whether it is gathered or was kept.
 
@@ -194,8 +194,9 @@ class Lever:
         name: its name in a plan.
         drops: the gather that is not sent.
         buffer: the earlier value, or a part of it, while it is kept for that gather. None if it is live anyway.
-        sends: if only a part is kept, the gather among neighbours that is sent instead.
-        copied_at, copy_seconds: where compute copies the part, right before the operation there, and for how long.
+        sends: the gather among neighbours that is sent instead, if only a part is kept.
+        copied_at: the operation before which compute copies the part.
+        copy_seconds: the seconds of that copy.
     """
 
     name: str
@@ -206,28 +207,30 @@ class Lever:
     copy_seconds: float = 0.0
 
 
-# The levers that a schedule pulls, by index.
+# The pulled levers, by index.
 Levers = frozenset[int]
 NO_LEVERS: Levers = frozenset()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Operations, gathers and reductions, and the limits that a schedule of them must keep.
-
-    An operation whose compute is among the `updates` takes no seconds.
+    """Operations, gathers and reductions, and the limits of their schedule.
 
     Attributes:
-        seconds: by operation, its seconds.
-        matmul: by operation, the number of matrix products in it, and of operations that take as long as one.
-        live, live_at_places: bytes that are live in every schedule: by operation, and by place, if they are known.
-        gathers, reductions: in order of use, and in order of birth.
-        memory: bytes that may be live.
-        max_between: matmuls between two starts of reductions; the first birth counts as a start.
-        gathers_in_flight, reductions_in_flight: bytes that are started and not yet waited for, at most.
-        fixed_messages: messages at places that no schedule changes.
-        names: of the places, for errors.
-        levers: what a schedule may pull, the best first.
+        seconds: by operation, its seconds. An operation whose compute is one of the `updates` takes none.
+        live: by operation, the bytes that are live in every schedule.
+        matmul: by operation, the number of its matrix products, and of operations that take as long as one.
+        gathers: in order of use.
+        reductions: in order of birth.
+        wires: by key, how the messages travel.
+        memory: the most bytes that may be live.
+        max_between: the most matmuls between two starts of reductions. The first birth counts as a start.
+        gathers_in_flight, reductions_in_flight: the most bytes that may be started and not yet waited for.
+        live_at_places: by place, the bytes that are live in every schedule, if they are known.
+        updates: the eager updates.
+        fixed_messages: the messages at places that no schedule changes.
+        names: the names of the places, for errors.
+        levers: the levers that a schedule may pull, the best first.
     """
 
     seconds: tuple[float, ...]
@@ -247,22 +250,22 @@ class Problem:
     levers: tuple[Lever, ...] = ()
 
     def place_text(self, k: int) -> str:
-        """A place, as an error names it."""
+        """A place in words, for errors."""
         return f"at {self.names[k]}" if self.names else f"at place {k}"
 
-    # What changes in a schedule that pulls some levers.
+    # The effects of pulled levers.
 
     def _pulled(self, levers: Iterable[int]) -> list[Lever]:
         """Some levers, always in the same order, so that sums of floats are the same on every rank."""
         return [self.levers[i] for i in sorted(levers)]
 
     def lever_buffers(self, levers: Iterable[int]) -> list[Buffer]:
-        """What is live in addition if these levers are pulled."""
+        """The buffers that these levers keep live."""
         pulled = self._pulled(levers)
         return [lever.buffer for lever in pulled if lever.buffer is not None]
 
     def compute(self, levers: Iterable[int]) -> Sequence[float]:
-        """By operation, its seconds if these levers are pulled."""
+        """By operation, its seconds with these levers."""
         copying = [lever for lever in self._pulled(levers) if lever.copy_seconds]
         if not copying:
             return self.seconds
@@ -272,7 +275,7 @@ class Problem:
         return seconds
 
     def dropped(self, levers: Iterable[int]) -> frozenset[int]:
-        """The gathers that are not sent if these levers are pulled."""
+        """The gathers that are not sent with these levers."""
         dropped = set(self.replacements)
         for lever in self._pulled(levers):
             dropped.add(lever.drops)
@@ -282,12 +285,12 @@ class Problem:
 
     @functools.cached_property
     def values(self) -> tuple[Gather, ...]:
-        """The gathers that bring a value of their own: one that is sent in place of another brings that one's."""
+        """The gathers that bring a value of their own: all but the replacements."""
         return tuple(gather for gather in self.gathers if gather.replaces is None)
 
     @functools.cached_property
     def replacements(self) -> frozenset[int]:
-        """The gathers that are sent only in place of others, if a lever says so."""
+        """The gathers that are sent only if a lever replaces others by them."""
         return frozenset(i for i, gather in enumerate(self.gathers) if gather.replaces is not None)
 
     @functools.cached_property
@@ -302,16 +305,16 @@ class Problem:
 
     @functools.cached_property
     def rivals(self) -> tuple[Levers, ...]:
-        """For each lever, those that cannot be pulled with it: the others that drop the same gather."""
-        dropping = grouped((lever.drops, i) for i, lever in enumerate(self.levers))
+        """For each lever, the levers that exclude it: all others that drop the same gather."""
+        by_gather = grouped((lever.drops, i) for i, lever in enumerate(self.levers))
         rivals = []
         for i, lever in enumerate(self.levers):
-            rivals.append(frozenset(dropping[lever.drops]) - {i})
+            rivals.append(frozenset(by_gather[lever.drops]) - {i})
         return tuple(rivals)
 
     @functools.cached_property
     def free_levers(self) -> Levers:
-        """The levers that cost nothing: the earlier value is live anyway, and nothing else is sent."""
+        """The levers without a cost: the earlier value is live anyway, and nothing is sent instead."""
         free = []
         for i, lever in enumerate(self.levers):
             if lever.buffer is None and lever.sends is None:
@@ -325,16 +328,16 @@ class Problem:
 
     @functools.cached_property
     def clock(self) -> tuple[float, ...]:
-        """The seconds before each place, if compute waits only for the messages that no schedule places.
+        """The seconds before each place if compute waits for the fixed messages only.
 
-        It is an estimate: no lever is pulled.
+        It is an estimate: the copies of pulled levers are left out.
         """
         if not self.fixed_messages:
             return self.seconds_before
         return play(self.seconds, self.fixed_messages).start
 
     def update_seconds(self, updates: Iterable[int]) -> float:
-        """The seconds of updates that run one after the other."""
+        """The seconds of updates that run one after the other and share launches."""
         seconds = 0.0
         launches: dict[int, float] = {}
         for u in updates:
@@ -346,7 +349,7 @@ class Problem:
 
     @functools.cached_property
     def dependents(self) -> tuple[Dependents, ...]:
-        """The updates by the reductions that they need. After a norm of all gradients, all need the same ones."""
+        """The updates, grouped by the reductions that they need. After a norm of all gradients there is one group."""
         by_reductions = grouped((update.after, u) for u, update in enumerate(self.updates))
         dependents = []
         for after, updates in by_reductions.items():
@@ -371,7 +374,7 @@ class Problem:
 
     @functools.cached_property
     def releases(self) -> frozenset[int]:
-        """The places from which on updates may run."""
+        """The places where updates are released."""
         return frozenset(update.release for update in self.updates)
 
     @functools.cached_property
@@ -381,13 +384,12 @@ class Problem:
 
     @functools.cached_property
     def matmuls(self) -> tuple[int, ...]:
-        """How many matmuls come before each place."""
+        """The number of matmuls before each place."""
         return tuple(accumulate(self.matmul, initial=0))
 
     @functools.cached_property
     def fixed_bytes(self) -> np.ndarray:
-        """By slot: the bytes that are live in every schedule."""
-        # Slot 2k is place k, slot 2k + 1 is operation k.
+        """By slot, the bytes that are live in every schedule: slot 2k is place k, slot 2k + 1 is operation k."""
         slots = np.full(2 * len(self.live) + 1, UNKNOWN, dtype=np.int64)
         slots[1::2] = self.live
         if self.live_at_places:
@@ -395,7 +397,7 @@ class Problem:
         return slots
 
     def gap_between_starts(self, starts: Iterable[int]) -> tuple[int, int] | None:
-        """The first gap between starts of reductions that has a birth and too many matmuls, as two places, or None."""
+        """The first gap between starts of reductions with a birth and too many matmuls, as two places; None without."""
         if self.max_between == float("inf"):
             return None
         for a, b in pairwise(sorted({*self.births[:1], *starts})):
@@ -408,32 +410,36 @@ class Problem:
 def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
     """For each gather that repeats an earlier one, the lever that drops it and keeps the earlier value instead.
 
-    The value is then idle from its last use to the use of this gather. Those that are idle for the shortest time come
+    The kept value is idle from its last use to the use of this gather. The levers with the shortest idle time come
     first. A value that is live anyway takes no bytes.
     """
     levers = []
     for i, gather in enumerate(gathers):
         if gather.repeats is not None:
             after = gathers[gather.repeats].last + 1
-            idle = None
+            idle_value = None
             if gather.use > after:
-                idle = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
-            levers.append((gather.use - after, Lever(gather.name, i, idle)))
+                idle_value = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
+            levers.append((gather.use - after, Lever(gather.name, i, idle_value)))
     levers.sort(key=lambda item: item[0])
     return tuple(lever for _, lever in levers)
 
 
-# The members of a bucket, by index, in the gathers or in the reductions of the problem.
+# The members of a bucket: their indices among the gathers or the reductions of the problem.
 MemberIndices = tuple[int, ...]
 
 
 class Choice(NamedTuple):
-    """Buckets, the levers that are pulled, when gathers start, and how many reductions are waited for at one place.
+    """Buckets and levers, and three settings from which the places of the buckets follow.
 
-    Buckets are given by the indices of their members, in order of use and of birth within a key. A gather is due `lead`
-    times its transfer before its use. If `reserve`, a gather that is used after the first gradient starts only where it
-    leaves room for the largest reduction. Where there is room, `waited_together` reductions of a lane are waited for at
-    one place. So the updates that follow them share launches, and do not delay the gradients that come next.
+    Attributes:
+        gathers, reductions: the members of each bucket, within a key in order of use and of birth.
+        levers: the pulled levers.
+        lead: how early a gather is due: this many times its transfer before its use.
+        reserve: whether a gather that is used after the first gradient starts only where it leaves room for the largest
+            reduction.
+        waited_together: the number of reductions of a lane that are waited for at one place, where there is room. The
+            updates that follow them then share launches, and do not delay the next gradients.
     """
 
     gathers: tuple[MemberIndices, ...]
@@ -452,10 +458,10 @@ class Bucket:
 
     Attributes:
         members: the gathers or the reductions.
-        start: the place at which it starts. Reductions start right after the birth of the last member.
-        wait: the place at which it is waited for. Gathers are waited for at the first use of a member.
-        with_next: of reductions: whether the updates after them run together with those of the next bucket that is
-            waited for at that place, and not before that wait. No bucket with second reductions says so.
+        start: the place where it starts. Reductions start right after the birth of the last member.
+        wait: the place where it is waited for. Gathers are waited for at the first use of a member.
+        with_next: whether the updates after these reductions run only after the next bucket that is waited for at that
+            place, together with its updates. It is false for a bucket with second reductions.
     """
 
     members: MemberIndices
@@ -466,7 +472,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A solution: buckets in the order of their start, and the levers that are pulled."""
+    """A solution: the buckets in the order of their starts, and the pulled levers."""
 
     gathers: tuple[Bucket, ...]
     reductions: tuple[Bucket, ...]

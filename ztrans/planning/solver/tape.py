@@ -1,18 +1,19 @@
-"""What happens at each place of a schedule, in one order.
+"""The tape of a schedule: its events at each place, in one order.
 
 The program that is written from a schedule has this order (`planning/realise.py`), the tests simulate schedules in it,
-and `place` decides in it. At a place:
+and `place` makes its decisions in it. At a place:
 
 1. Gathers start.
 2. Reductions start. If the gradients under way are limited, the oldest that are waited for here are received first.
-3. Updates run that are released here.
+3. Updates that are released here run.
 4. Reductions are waited for, in the order of their starts. After each, its second reduction starts, or updates run.
 5. The second reduction that is needed here is waited for, and updates run.
-6. If the bytes of gathers under way are limited, gathers start only now, because updates would run beside them.
+6. If the bytes of gathers under way are limited, gathers start only now, because updates would run while they are under
+   way.
 7. Gathers are waited for, in the order of their starts.
 
-What is started first is packed first, and a step waits for its parameters sooner than for its gradients: so gathers
-start before reductions. They are waited for last, because updates then run while they are under way.
+Messages are packed in the order of their starts, and a step waits for its parameters sooner than for its gradients. So
+gathers start before reductions. They are waited for last, because updates then run while they are under way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .problem import Bucket, Problem, Schedule
 
 
 class Kind(enum.Enum):
-    """What happens to a bucket, or that updates run."""
+    """The kind of an event: a start or a wait of a bucket, or updates."""
 
     START_GATHER = enum.auto()
     WAIT_GATHER = enum.auto()
@@ -45,10 +46,10 @@ class Event(NamedTuple):
     """One entry of a tape.
 
     Attributes:
-        kind: what happens.
-        members: the indices of the gathers or reductions of the event. A gather is waited for at its own first use,
-            which may be later than the first use of its bucket.
-        updates: the updates that run, by index, one after the other.
+        kind: the kind of the event.
+        members: the gathers or reductions, by index. A gather is waited for at its own first use, which may be later
+            than the first use of its bucket.
+        updates: the updates that run one after the other, by index.
     """
 
     kind: Kind
@@ -56,11 +57,11 @@ class Event(NamedTuple):
     updates: tuple[int, ...] = ()
 
 
-Tape = dict[int, list[Event]]  # by place; nothing happens at the others
+Tape = dict[int, list[Event]]  # by place; the other places have no events
 
 
 def tape(problem: Problem, schedule: Schedule) -> Tape:
-    """What happens at each place of a schedule, in order.
+    """The events of a schedule by place, in order.
 
     Updates that need none of the reductions are not on the tape: they stay where they are in the program.
     """
@@ -68,7 +69,7 @@ def tape(problem: Problem, schedule: Schedule) -> Tape:
 
 
 class _Writer:
-    """Writes a tape. It knows the reductions that are under way after the events so far."""
+    """Writes a tape, place by place, with the reductions that are under way after the events so far."""
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem = problem
@@ -104,21 +105,21 @@ class _Writer:
         return by_place
 
     def _reduce(self, starts: Iterable[Bucket], waits: deque[Bucket], place: int) -> None:
-        """Everything about reductions and updates at a place."""
+        """Add the events of reductions and updates at a place."""
         for bucket in starts:
             self._start(bucket, waits, place)
         if place in self.problem.releases:
             self._update(place)
         for bucket in waits:
             self._wait(bucket, place)
-        # In an edited plan, the last bucket may be marked `with_next`, though no other bucket follows.
+        # In an edited plan, the last bucket may have `with_next`, though no other bucket follows.
         self._update(place)
         for bucket in self.second_under_way.needed(place):
             self._wait_second(bucket)
             self._update(place)
 
     def _gather_waits(self) -> dict[int, list[Event]]:
-        """By place, the waits for gathers: one for the members of each bucket that are first used there."""
+        """By place, the waits for gathers: one for all members of a bucket that are first used there."""
         waits: dict[int, list[Event]] = {}
         for bucket in self.schedule.gathers:
             by_use = grouped((self.problem.gathers[i].use, i) for i in bucket.members)
@@ -143,13 +144,13 @@ class _Writer:
         """Wait for a bucket of reductions, and start its second reduction or run the updates that can run."""
         self.events.append(Event(Kind.WAIT_REDUCTION, bucket.members))
         self.under_way.remove(bucket)
-        if self.with_second.isdisjoint(bucket.members):
-            self.updates.complete(bucket.members)
-        else:
+        if any(i in self.with_second for i in bucket.members):
             self.events.append(Event(Kind.START_SECOND, bucket.members))
             need = second_deadline(self.problem, bucket.members)
             for earlier in self.second_under_way.add(bucket, need):
                 self._wait_second(earlier)
+        else:
+            self.updates.complete(bucket.members)
         if not bucket.with_next:
             self._update(place)
 
