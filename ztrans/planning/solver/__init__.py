@@ -1,1 +1,1 @@
-"""The scheduling problem without the program: its data, its schedules, a search for good ones, a bound."""
+"""The scheduling problem without the program: its data, its schedules, a search for fast ones, a lower bound."""

@@ -1,7 +1,7 @@
-"""Other choices of buckets and levers, near a given one.
+"""Random changes of a choice: of its buckets, its levers, and when gathers start.
 
-A change takes a source of random numbers, the problem and a choice. It returns another choice, or the same where it
-cannot be made.
+A change takes a source of random numbers, the problem and a choice. It returns another choice, or the same one if it
+does not apply.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ...ir.dependencies import grouped
 from .problem import Choice, Levers, MemberIndices, Problem
 
 Change = Callable[[Random, Problem, Choice], Choice]
-# How early gathers may start, in times of their transfer (see `Choice`). The last one is as early as there is room.
+# The values of `Choice.lead`. With the last one, gathers start as early as there is room.
 _LEADS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 1e6)
-# How many levers are pulled at once, and how many reductions are waited for at one place.
+# The number of levers that one change pulls, and the values of `Choice.waited_together`.
 _COUNTS = (1, 2, 4, 8)
 
 
@@ -40,7 +40,7 @@ def join(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def move_border(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Move members between a bucket and the next one: often a few of them, sometimes any number."""
+    """Move members between a bucket and the next one: often a few members, sometimes any number."""
     kind, buckets, k = _pick(chance, choice)
     if can_join(problem, buckets, k, kind):
         pair_members = buckets[k] + buckets[k + 1]
@@ -60,12 +60,15 @@ def change_start(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def change_waits(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Change how many reductions are waited for at one place."""
-    return choice._replace(waited_together=chance.choice(_COUNTS)) if problem.updates else choice
+    """Change the number of reductions that are waited for at one place."""
+    # Without updates there are no launches to share.
+    if not problem.updates:
+        return choice
+    return choice._replace(waited_together=chance.choice(_COUNTS))
 
 
 def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers: any that keep parts, or of those that keep whole values the first ones."""
+    """Pull a few more levers: some neighbours that keep parts, or the first ones that keep whole values."""
     count = chance.choice(_COUNTS)
     if problem.part_levers and chance.random() < 0.5:
         more = [i for i in problem.part_levers if i not in choice.levers]
@@ -80,9 +83,9 @@ def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
-    """A choice with other levers, in which no bucket has a gather that these drop.
+    """A choice with other levers. Gathers that these drop leave their buckets, and gathers that these send join.
 
-    Gathers that replace those of one bucket share a bucket, and so do those that replace kept values.
+    New gathers share a bucket if the gathers that they replace share one, or if those are in no bucket.
     """
     dropped = problem.dropped(levers)
     buckets = []
@@ -100,7 +103,8 @@ def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
     if missing:
         bucket_of: dict[int | None, int] = {}
         for k, members in enumerate(choice.gathers):
-            bucket_of.update(dict.fromkeys(members, k))
+            for i in members:
+                bucket_of[i] = k
         new_buckets: dict[Hashable, list[int]] = {}
         for i in sorted(missing):
             gather = problem.gathers[i]
@@ -109,7 +113,7 @@ def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
     return choice._replace(gathers=tuple(buckets), levers=levers)
 
 
-# Each change with its weight. `benchmarks/ablations.py` leaves out one at a time, to see what it gains.
+# Each change with its weight. `benchmarks/ablations.py` leaves out one at a time, to measure its gain.
 CHANGES: tuple[tuple[Change, int], ...] = (
     (split, 20),
     (join, 30),
@@ -119,12 +123,12 @@ CHANGES: tuple[tuple[Change, int], ...] = (
     (pull_more, 8),
 )
 
-# As the fields of a problem and of a choice.
+# A field of a problem and of a choice.
 Kind = Literal["gathers", "reductions"]
 
 
 def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[MemberIndices], int]:
-    """Pick a bucket: its kind, the buckets of that kind, and its number among them."""
+    """A random bucket: its kind, the buckets of that kind, and its number among them."""
     count = len(choice.gathers)
     number = chance.randrange(count + len(choice.reductions))
     if number < count:
@@ -133,16 +137,16 @@ def _pick(chance: Random, choice: Choice) -> tuple[Kind, list[MemberIndices], in
 
 
 def _cuts(problem: Problem, members: MemberIndices, kind: Kind) -> list[int]:
-    """Where a bucket may be cut: members of one operation stay together."""
+    """The positions at which a bucket may be split: members of the same operation stay together."""
     if kind == "gathers":
-        marks = [(problem.gathers[i].use, problem.gathers[i].release) for i in members]
+        origins = [(problem.gathers[i].use, problem.gathers[i].release) for i in members]
     else:
-        marks = [(problem.reductions[i].born, 0) for i in members]
-    return [k for k in range(1, len(members)) if marks[k] != marks[k - 1]]
+        origins = [(problem.reductions[i].born, 0) for i in members]
+    return [k for k in range(1, len(members)) if origins[k] != origins[k - 1]]
 
 
 def can_join(problem: Problem, buckets: Sequence[MemberIndices], k: int, kind: Kind) -> bool:
-    """Whether a bucket has the key of the next one."""
+    """Whether there is a next bucket with the same key."""
     if k + 1 == len(buckets):
         return False
     messages = getattr(problem, kind)
@@ -157,6 +161,6 @@ def with_buckets(choice: Choice, kind: Kind, buckets: Iterable[MemberIndices]) -
 
 
 def in_order(problem: Problem, gathers: Iterable[MemberIndices]) -> tuple[MemberIndices, ...]:
-    """Buckets of gathers in order: by key, and by use within a key."""
+    """Buckets of gathers, ordered by their members, and with the buckets of each key together."""
     buckets = grouped((problem.gathers[members[0]].key, members) for members in sorted(gathers))
     return tuple(chain.from_iterable(buckets.values()))

@@ -1,4 +1,4 @@
-"""Buckets of neighbours that are large enough for their latency, with which a search begins."""
+"""Full buckets, with which a search begins: neighbours share a bucket until its latency is a small share of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from ...ir.dependencies import grouped
 from .problem import Gather, MemberIndices, Problem, Reduction
 
-# The latencies that the transfer of a full bucket takes. With so many, latency is a small share of it.
+# A bucket is full once its transfer takes this many latencies of a message.
 FULL = 16.0
 
 
@@ -19,23 +19,23 @@ def gather_buckets(
     portion: float,
     full: float = FULL,
 ) -> list[MemberIndices]:
-    """Make full buckets of some gathers, in order of use.
+    """Full buckets of some gathers, in order of use.
 
-    Neighbours of one key share a bucket until it is full: its transfer takes some times the latency of a message, or
-    its bytes take a portion of the room at its first use.
+    Neighbours of one key share a bucket until it is full: its transfer takes `full` latencies of a message, or its
+    bytes take a portion of the room at its first use.
 
     Args:
         problem: the gathers and their limits.
         among: the gathers, by index.
         room: for each operation, the bytes that are left while it runs.
-        portion: the part of them that a bucket may take.
-        full: the latencies that the transfer of a full bucket takes.
+        portion: the share of the room that a bucket may take.
+        full: the number of latencies that the transfer of a full bucket takes.
     """
 
     def fits(members: Sequence[int]) -> bool:
         gathers = [problem.gathers[i] for i in members]
         use = min(g.use for g in gathers)
-        # A small member is live twice where it is unpacked: in the buffer that it shares, and as its value.
+        # A small member is live twice where it is unpacked: in the shared buffer, and as its value.
         size = sum(g.bytes * (1 + g.small) for g in gathers)
         most = min(portion * room[use], problem.gathers_in_flight)
         released = max(g.release for g in gathers) <= use
@@ -43,9 +43,10 @@ def gather_buckets(
 
     buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
-        # From the last use to the first: a bucket takes its room at its first use, that of the member that it got last.
-        from_last = list(_filled(problem, problem.gathers, indices[::-1], full, fits))
-        for members in reversed(from_last):
+        # Fill from the last use to the first: the room of a bucket is counted at its first use, so that of the member
+        # that was added last.
+        last_first = list(_filled(problem, problem.gathers, indices[::-1], full, fits))
+        for members in reversed(last_first):
             buckets.append(members[::-1])
     return buckets
 
@@ -53,13 +54,13 @@ def gather_buckets(
 def reduction_buckets(
     problem: Problem, room: Sequence[float], portion: float, full: float = FULL
 ) -> list[MemberIndices]:
-    """Make full buckets of all reductions likewise; they start as often as `max_between` asks."""
-    keys = grouped((r.key, i) for i, r in enumerate(problem.reductions))
+    """Full buckets of all reductions, as `gather_buckets` fills them. They start as often as `max_between` asks."""
+    by_key = grouped((r.key, i) for i, r in enumerate(problem.reductions))
     births = sorted({r.born for r in problem.reductions})
     previous_birth = dict(zip(births[1:], births))
-    # For each reduction, the birth of the one before it with its key.
+    # For each reduction, the birth of the previous one with its key.
     born_before: dict[int, int] = {}
-    for indices in keys.values():
+    for indices in by_key.values():
         for i, j in pairwise(indices):
             born_before[j] = problem.reductions[i].born
 
@@ -67,7 +68,7 @@ def reduction_buckets(
         reductions = [problem.reductions[i] for i in members]
         first = reductions[0].born
         last = reductions[-1].born
-        # The latest at which the bucket before this one starts.
+        # The latest start of the previous bucket.
         start = born_before.get(members[0], previous_birth.get(first, first))
         matmuls = problem.matmuls[last + 1] - problem.matmuls[start + 1]
         if matmuls > problem.max_between and first != last:
@@ -78,7 +79,7 @@ def reduction_buckets(
         return sum(r.bytes for r in reductions) <= most
 
     buckets: list[MemberIndices] = []
-    for indices in keys.values():
+    for indices in by_key.values():
         buckets += _filled(problem, problem.reductions, indices, full, fits)
     return buckets
 
@@ -90,7 +91,7 @@ def _filled(
     full: float,
     fits: Callable[[Sequence[int]], bool],
 ) -> Iterator[MemberIndices]:
-    """Buckets of neighbours: each is full once its transfer takes long enough, or nothing more fits."""
+    """Buckets of neighbours: one ends once its transfer takes `full` latencies, or the next member does not fit."""
     wire = problem.wires[messages[indices[0]].key]
     bucket: list[int] = []
     seconds = 0.0

@@ -1,17 +1,17 @@
-"""Find a schedule of collectives for a problem.
+"""Search for a fast schedule of a problem within its memory.
 
-Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and the program in the order of a schedule never
-has more of them live than its schedule counts.
+Memory is a hard limit. Live bytes are counted by slot (see `buffers`), and a program in the order of a schedule never
+has more live bytes than its schedule counts.
 
-A choice of buckets and of levers is as good as the time that its placement takes. Times within a small share of the
-lower bound count as equal; then fewer live bytes are better, then fewer buckets.
+A choice of buckets and levers is ranked by the seconds of its placement. Choices within a small share of the lower
+bound count as equally fast. Then fewer live bytes are better, then fewer buckets.
 
-The search begins with choices that follow from a few scalars, such as how full buckets are and how many levers are
-pulled, and changes one scalar at a time as long as that helps (see `sweep`). Then it climbs: it makes random changes,
-and keeps a change that is not slower. A climb that finds nothing better ends, and another one begins from the best
-choice, until the effort is spent. Of the choices that take nearly as little time as the best one, the result is the one
-with the fewest live bytes. The random numbers have a fixed seed, and the effort is counted in messages placed, so the
-same problem has the same result everywhere.
+The search begins with choices from a few scalars, such as how full buckets are and how many levers are pulled. It
+changes one scalar at a time as long as that helps (see `sweep`). Then it climbs: it makes random changes, and keeps a
+change that is not slower. A climb that finds nothing better ends, and another one begins from the best choice, until
+the effort is spent. Of the choices that are nearly as fast as the best one, the result is the one with the lowest peak.
+The random numbers have a fixed seed, and the effort is counted in messages placed, so the same problem has the same
+result everywhere.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .place import Placed, place_choice
 from .problem import NO_LEVERS, Choice, Problem, Schedule
 from .sweep import VALUES, FullChoices, Scalars
 
-# Messages that the search places: about a second.
+# The effort of a search, in messages placed: about a second.
 EFFORT = 15_000
 # With this effort, every message is sent alone.
 WITHOUT_SEARCH = 0
-# Schedules whose times differ by less than this share count as equal. So a schedule this near the bound is good enough.
-NEARLY = 0.0025
+# Schedules whose seconds differ by less than this share count as equal. A schedule this near the bound is good enough.
+EQUAL_SHARE = 0.0025
 # Without an improvement a climb ends after this many messages, and this many more for each message of the problem.
 PATIENCE = 500
-PATIENCE_FOR_EACH = 15
-# Messages that the smallest problem may place. The first choices alone take hundreds.
-LITTLE = 4000
+PATIENCE_PER_MESSAGE = 15
+# The effort for the smallest problem. The first choices alone place hundreds of messages.
+LEAST_EFFORT = 4000
 
 
 def least_memory(problem: Problem) -> int:
-    """Find the least memory for which every message can be sent alone (see `loads.first_waits`), to one part in 16384.
+    """The least memory in which every message can be sent alone (see `loads.first_waits`), to one part in 16384.
 
-    If that fits the memory of the problem, these are the bytes that are live then.
+    If the memory of the problem is enough, it is the peak with that memory.
     """
     least = _unbucketed_peak(problem)
     if least <= problem.memory:
         return least
-    # Within less memory some waits move to later places, where fewer bytes are live. So the peak may be lower.
+    # With less memory some waits move to later places, where fewer bytes are live, so the peak may be lower.
     low = int(problem.memory)
     while low + 1 + (least >> 14) < least:
         middle = (low + least) // 2
@@ -65,19 +65,28 @@ def least_memory(problem: Problem) -> int:
 
 
 def _unbucketed_peak(problem: Problem) -> int:
-    """The bytes that are live if every message is sent alone, and is waited for as early as the memory allows."""
+    """The peak if every message is sent alone, and is waited for as early as the memory allows."""
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS))
     return int(live.max(initial=0))
 
 
 class Search:
-    """The best choice so far, and the effort that is left: now, and at the last improvement."""
+    """The state of a search: the best choice so far, and the effort that is left.
 
-    def __init__(self, problem: Problem, least: float, effort: int) -> None:
+    Attributes:
+        enough: the seconds at which a choice is good enough.
+        attempted: the choices that have been tried.
+        effort, effort_at_improvement: the effort that is left now, and that was left at the last improvement.
+        patience: the effort without an improvement after which a climb ends.
+        granule: peaks that differ by less than these bytes count as equal, so that the number of buckets decides.
+        front: the choices near the best that no other one beats in both seconds and peak.
+    """
+
+    def __init__(self, problem: Problem, least_seconds: float, effort: int) -> None:
         self.problem = problem
-        self.enough = least * (1 + NEARLY)
+        self.enough = least_seconds * (1 + EQUAL_SHARE)
         self.loads = Loads(problem)
-        self.seen: set[Choice] = set()
+        self.attempted: set[Choice] = set()
         # With a fixed seed, every rank finds the same schedule.
         self.chance = random.Random(0)
 
@@ -85,11 +94,10 @@ class Search:
         count = len(problem.gathers) + len(problem.reductions)
         self.effort = 0
         if count:
-            # Room for 8 attempts for each message and 16 more, each at its full price.
-            self.effort = min(effort, LITTLE + (8 * count + 16) * (count + 8))
+            # Enough for 8 attempts for each message and 16 more, each at its full price of `count + 8`.
+            self.effort = min(effort, LEAST_EFFORT + (8 * count + 16) * (count + 8))
         self.effort_at_improvement = self.effort
-        self.patience = PATIENCE + PATIENCE_FOR_EACH * count
-        # Peaks that differ by less count as equal, so the number of buckets decides.
+        self.patience = PATIENCE + PATIENCE_PER_MESSAGE * count
         self.granule = max(1.0, self.loads.bytes_unbucketed(NO_LEVERS).max(initial=0.0) / 64)
         unbucketed = place_choice(self.loads, self._unbucketed_choice())
         if unbucketed is None:
@@ -98,11 +106,10 @@ class Search:
                 f"{least_memory(problem)} bytes are enough."
             )
         self.best = unbucketed
-        # The choices near the best that no other beats in both seconds and bytes.
         self.front = [unbucketed]
 
     def _unbucketed_choice(self) -> Choice:
-        """Every message alone, every gather at its use."""
+        """The choice in which every message is sent alone, and every gather starts at its use."""
         levers = self.problem.free_levers
         dropped = self.problem.dropped(levers)
         gathers = [(i,) for i in range(len(self.problem.gathers)) if i not in dropped]
@@ -111,17 +118,17 @@ class Search:
 
     @property
     def finished(self) -> bool:
-        """Whether the best is good enough, or the effort spent."""
+        """Whether the best choice is good enough, or the effort is spent."""
         return self.effort <= 0 or self.best.seconds <= self.enough
 
     @property
     def near_best(self) -> float:
-        """The seconds up to which a choice takes nearly as little time as the best one."""
-        return max(self.best.seconds * (1 + NEARLY), self.enough)
+        """The most seconds of a choice that is nearly as fast as the best one."""
+        return max(self.best.seconds * (1 + EQUAL_SHARE), self.enough)
 
     @property
     def result(self) -> Placed:
-        """Of the choices that take nearly as little time as the best one, the one with the fewest live bytes."""
+        """The choice with the lowest peak, of all that are nearly as fast as the best one."""
         fast_enough = [placed for placed in self.front if placed.seconds <= self.near_best]
         return min(fast_enough, key=lambda placed: placed.peak)
 
@@ -132,11 +139,11 @@ class Search:
 
     def attempt(self, choice: Choice, most_seconds: float = math.inf) -> Placed | None:
         """Place a choice. None if it was tried before, does not fit, or takes longer than `most_seconds`."""
-        # A choice by itself takes about as long as placing 8 messages.
+        # Any attempt takes about as long as placing 8 messages, whatever its size.
         self.effort -= 8
-        if choice in self.seen:
+        if choice in self.attempted:
             return None
-        self.seen.add(choice)
+        self.attempted.add(choice)
         placed = place_choice(self.loads, choice, max(most_seconds, self.enough))
         if placed is not None:
             self.effort -= len(choice.gathers) + len(choice.reductions)
@@ -157,7 +164,7 @@ class Search:
         self.effort_at_improvement = self.effort
 
     def sweep(self, values: Mapping[str, Sequence[Any]] = VALUES) -> Scalars:
-        """Change one scalar at a time while that gives a better choice. Returns the scalars of the best one."""
+        """Change one scalar at a time while that gives a better choice, and return the scalars of the best one."""
         choices = FullChoices(self.loads)
         scalars = Scalars()
         current = None if self.finished else self.attempt(choices.choice(scalars))
@@ -181,7 +188,7 @@ class Search:
     def climb(self, changes: Sequence[tuple[Change, int]] = CHANGES) -> None:
         """Change the best choice at random, while effort is left and an improvement can be expected.
 
-        After a time without one the climb ends. That time is longer in a large problem, and if the last came late.
+        The climb ends if the last improvement is too far back: further in a large problem, or if it came late.
         """
         current = self.best
         total = self.effort
@@ -198,10 +205,10 @@ class Search:
     def _neighbour(self, choice: Choice, changes: Sequence[tuple[Change, int]]) -> Choice:
         """A choice with one to three random changes."""
         kinds, weights = zip(*changes)
-        # One change is the most frequent. Several at once leave a choice that no single change improves.
+        # One change is the most frequent. Several at once can improve a choice that no single change improves.
         count = self.chance.choice((1, 1, 2, 3))
         for change in self.chance.choices(kinds, weights, k=count):
-            # Levers may have dropped all messages. Then there is nothing left to change.
+            # If levers have dropped all messages, there is nothing to change.
             if choice.gathers or choice.reductions:
                 choice = change(self.chance, self.problem, choice)
         return choice
@@ -211,8 +218,8 @@ def _beats(a: Placed, b: Placed) -> bool:
     return a.seconds <= b.seconds and a.peak <= b.peak
 
 
-# The results of the last problems, by the digest of the problem. A step that is decorated again, as in a notebook, and
-# variants of a step with equal problems find their results here. These are numbers, and keep no program alive.
+# The results of the last problems, by digest. They are reused by a step that is decorated again, as in a notebook, and
+# by variants of a step with equal problems. They consist of numbers, and keep no program alive.
 _placed: OrderedDict[bytes, Placed] = OrderedDict()
 _MOST_PLACED = 32
 
@@ -223,15 +230,15 @@ def best_placed(
     changes: tuple[tuple[Change, int], ...] = CHANGES,
     values: Mapping[str, Sequence[Any]] = VALUES,
 ) -> Placed:
-    """Find the fastest schedule whose peak fits the memory, with its seconds and its peak.
+    """Find a fast schedule that fits the memory, with its seconds and its peak.
 
     The same problem has the same schedule on every rank, because effort is counted and not timed.
 
     Args:
         problem: the operations, the messages and the limits.
-        effort: messages that the search may place.
-        changes: the random changes that the search makes, with their weights.
-        values: the scalars that the sweep changes, with the values that it tries.
+        effort: the number of messages that the search may place.
+        changes: the random changes of a climb, with their weights.
+        values: the scalars of the sweep, each with the values that it tries.
 
     Raises:
         ValueError: the memory is too small to send every message alone; see `least_memory`.

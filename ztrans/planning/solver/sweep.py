@@ -1,6 +1,6 @@
-"""Choices that follow from a few scalars: how many levers are pulled, how full buckets are, when gathers start.
+"""Choices from a few scalars: the number of levers, how full buckets are, and when gathers start.
 
-The search begins with such choices. It changes one scalar at a time, and keeps each value that makes the choice better
+The search begins with these choices. It changes one scalar at a time, and keeps each value that gives a better choice
 (see `search.Search.sweep`).
 """
 
@@ -16,18 +16,18 @@ from .full_buckets import FULL, gather_buckets, reduction_buckets
 from .loads import Loads
 from .problem import Choice, Levers
 
-# A bucket of values that are gathered again may take this share of the room that a bucket of first gathers may take.
+# The room of a bucket of regathers, as a share of the room of a bucket of first gathers.
 _ROOM_OF_REGATHERS = 0.4
 
 
 class Scalars(NamedTuple):
-    """The scalars from which a choice follows.
+    """The scalars that determine a choice.
 
     Attributes:
-        whole: the levers that keep whole values, as a share of those that fit.
-        parts: the levers that keep parts of values, as a share of those that fit.
-        full_gathers, full_reductions: the time that the transfer of a full bucket takes, in latencies of a message.
-        room_of_gathers, room_of_reductions: the most that a bucket may take, as a share of the free memory.
+        whole: the share of levers to pull that keep whole values, of all that fit.
+        parts: the share of levers to pull that keep parts of values, of all that fit.
+        full_gathers, full_reductions: the transfer of a full bucket, in latencies of a message.
+        room_of_gathers, room_of_reductions: the most bytes of a bucket, as a share of the free memory.
         lead, reserve, waited_together: as in `Choice`.
     """
 
@@ -42,7 +42,7 @@ class Scalars(NamedTuple):
     waited_together: int = 1
 
 
-# The values that the search tries for each scalar. `benchmarks/ablations.py` shows what each scalar gains.
+# The values that the search tries for each scalar. `benchmarks/ablations.py` measures the gain of each scalar.
 VALUES: Mapping[str, Sequence[Any]] = {
     "whole": (0.0, 0.125, 0.25, 0.5, 0.75, 1.0),
     "parts": (0.0, 0.5, 1.0),
@@ -57,7 +57,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
 
 
 class FullChoices:
-    """The choices of one problem that follow from scalars."""
+    """The choices of one problem by their scalars."""
 
     def __init__(self, loads: Loads) -> None:
         self.loads = loads
@@ -65,21 +65,24 @@ class FullChoices:
         self._levers: dict[tuple[float, float], Levers] = {}
 
     def choice(self, scalars: Scalars) -> Choice:
-        """Full buckets of everything that the pulled levers do not drop."""
+        """The choice with full buckets of everything that the pulled levers do not drop."""
         problem = self.problem
         levers = self.levers(scalars.parts, scalars.whole)
         live = by_operation(self.loads.bytes_unbucketed(levers))
         room = (self.loads.memory - live).tolist()
         dropped = problem.dropped(levers)
-        first: list[int] = []
+        first_gathers: list[int] = []
         regathers: list[int] = []
         for i, gather in enumerate(problem.gathers):
-            if i not in dropped:
-                same = first if gather.repeats is None else regathers
-                same.append(i)
+            if i in dropped:
+                continue
+            if gather.repeats is None:
+                first_gathers.append(i)
+            else:
+                regathers.append(i)
         full = scalars.full_gathers
         portion = scalars.room_of_gathers
-        gathers = gather_buckets(problem, first, room, portion, full)
+        gathers = gather_buckets(problem, first_gathers, room, portion, full)
         gathers += gather_buckets(problem, regathers, room, portion * _ROOM_OF_REGATHERS, full)
         reductions = reduction_buckets(
             problem, room, scalars.room_of_reductions, scalars.full_reductions
@@ -94,34 +97,35 @@ class FullChoices:
         )
 
     def levers(self, parts: float, whole: float) -> Levers:
-        """The levers to pull: these shares of the ones that fit, in their order."""
+        """The levers to pull: these shares of all that fit, the first ones first."""
         if (parts, whole) not in self._levers:
-            levers = self._share(self.problem.part_levers, parts, self.problem.free_levers)
-            self._levers[parts, whole] = self._share(self.problem.whole_levers, whole, levers)
+            levers = self._with_share(self.problem.part_levers, parts, self.problem.free_levers)
+            self._levers[parts, whole] = self._with_share(self.problem.whole_levers, whole, levers)
         return self._levers[parts, whole]
 
-    def _share(self, more: Iterable[int], share: float, pulled: Levers) -> Levers:
-        """The pulled levers, and this share of the further ones that fit."""
+    def _with_share(self, more: Iterable[int], share: float, pulled: Levers) -> Levers:
+        """The pulled levers, and a share of `more`, of all that fit."""
         if share == 0:
             return pulled
-        all_that_fit = self._with_levers_that_fit(more, pulled)
-        new = [i for i in more if i in all_that_fit and i not in pulled]
-        count = math.ceil(share * len(new))
-        return self._with_levers_that_fit(new[:count], pulled)
+        with_all = self._with_all_that_fit(more, pulled)
+        new_levers = [i for i in more if i in with_all and i not in pulled]
+        count = math.ceil(share * len(new_levers))
+        return self._with_all_that_fit(new_levers[:count], pulled)
 
-    def _with_levers_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
-        """As many more levers as fit the memory, the first ones first. Whole values take the place of parts."""
+    def _with_all_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
+        """The pulled levers, and as many of `more` as fit the memory, the first ones first."""
         room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
         for i in more:
             rivals = self.problem.rivals[i] & pulled
+            # A whole value replaces a part of it, but not the other way round.
             if rivals and self.problem.levers[i].sends is not None:
                 continue
-            left = room.copy()
-            for kept in self.problem.lever_buffers([i]):
-                left[kept.first : kept.last + 1] -= kept.bytes
-            for freed in self.problem.lever_buffers(rivals):
-                left[freed.first : freed.last + 1] += freed.bytes
-            if left.min(initial=0) >= 0:
-                room = left
+            new_room = room.copy()
+            for kept_buffer in self.problem.lever_buffers([i]):
+                new_room[kept_buffer.first : kept_buffer.last + 1] -= kept_buffer.bytes
+            for freed_buffer in self.problem.lever_buffers(rivals):
+                new_room[freed_buffer.first : freed_buffer.last + 1] += freed_buffer.bytes
+            if new_room.min(initial=0) >= 0:
+                room = new_room
                 pulled = pulled - rivals | {i}
         return pulled

@@ -1,4 +1,4 @@
-"""Whether a schedule keeps every limit of its problem, except that of memory.
+"""Verify that a schedule keeps every limit of its problem but memory.
 
 Memory is counted in the program that is written from the schedule (see `cost.memory`).
 """
@@ -18,10 +18,10 @@ class ScheduleError(ValueError):
 
 
 def validate(problem: Problem, schedule: Schedule) -> None:
-    """Verify that a schedule keeps every limit of a problem, except that of memory.
+    """Verify that a schedule keeps every limit of a problem but memory.
 
     Raises:
-        ScheduleError: a limit is not kept; the message names members and places.
+        ScheduleError: a limit is not kept. The text names members and places.
     """
     _check_levers(problem, schedule)
     dropped = problem.dropped(schedule.levers)
@@ -41,16 +41,16 @@ def validate(problem: Problem, schedule: Schedule) -> None:
 
 
 def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
-    """The members of a bucket by name, or else by number."""
+    """The members of a bucket by name, or by number if they have none."""
     return f"[{', '.join(messages[i].name or str(i) for i in members)}]"
 
 
 def _check_levers(problem: Problem, schedule: Schedule) -> None:
-    """Only one lever drops a gather: either the whole value is kept for it, or a part."""
+    """Verify that at most one lever drops each gather, and keeps either the whole value for it or a part."""
     times = Counter(problem.levers[i].drops for i in schedule.levers)
-    twice = [i for i, count in times.items() if count > 1]
-    if twice:
-        names = _names(problem.gathers, twice)
+    dropped_twice = [i for i, count in times.items() if count > 1]
+    if dropped_twice:
+        names = _names(problem.gathers, dropped_twice)
         raise ScheduleError(
             f"the gather {names} is replaced by another one, and dropped or replaced again"
         )
@@ -61,18 +61,18 @@ def _check_buckets(
     kind: str,
     buckets: Sequence[Bucket],
     messages: Sequence[Gather] | Sequence[Reduction],
-    absent: frozenset[int],
+    dropped: frozenset[int],
 ) -> None:
-    """Every message is in one bucket, with others of its key; buckets are in the order of their start."""
+    """Verify that every message is in one bucket, with others of its key, and that buckets are ordered by start."""
     times = Counter(i for bucket in buckets for i in bucket.members)
-    odd: list[int] = []
+    misplaced: list[int] = []
     for i in range(len(messages)):
-        expected = 0 if i in absent else 1
+        expected = 0 if i in dropped else 1
         if times[i] != expected:
-            odd.append(i)
+            misplaced.append(i)
     unknown = times.keys() - range(len(messages))
-    if odd or unknown:
-        raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, odd)}")
+    if misplaced or unknown:
+        raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, misplaced)}")
 
     for bucket in buckets:
         names = _names(messages, bucket.members)
@@ -89,6 +89,7 @@ def _check_buckets(
 def _check_order(
     kind: str, buckets: Sequence[Bucket], messages: Sequence[Gather] | Sequence[Reduction]
 ) -> None:
+    """Verify that buckets are in the order of their starts."""
     for a, b in pairwise(buckets):
         if a.start > b.start:
             first = _names(messages, a.members)
@@ -97,6 +98,7 @@ def _check_order(
 
 
 def _check_gather(problem: Problem, bucket: Bucket) -> None:
+    """Verify that a bucket of gathers is waited for at its first use, and does not start before its release."""
     members = [problem.gathers[i] for i in bucket.members]
     names = _names(problem.gathers, bucket.members)
     use = min(g.use for g in members)
@@ -113,6 +115,7 @@ def _check_gather(problem: Problem, bucket: Bucket) -> None:
 
 
 def _check_reduction(problem: Problem, bucket: Bucket) -> None:
+    """Verify that a bucket of reductions starts after its last gradient, and is waited for by its deadline."""
     members = [problem.reductions[i] for i in bucket.members]
     names = _names(problem.reductions, bucket.members)
     born = max(r.born for r in members) + 1
@@ -136,27 +139,27 @@ def _check_in_flight(
     messages: Sequence[Gather] | Sequence[Reduction],
     limit: float,
 ) -> None:
-    """Bytes started and not yet waited for."""
+    """Verify that no more bytes than the limit are under way: started and not yet waited for."""
     if limit == float("inf"):
         return
-    under_way = []
+    buffers = []
     for bucket in buckets:
         size = sum(messages[i].bytes for i in bucket.members)
-        under_way.append(Buffer(size, bucket.start, bucket.wait - 1))
-    flight = live_by_slot(under_way, len(problem.seconds) + 1)
-    if flight.max() > limit:
-        where = problem.place_text(int(flight.argmax()))
+        buffers.append(Buffer(size, bucket.start, bucket.wait - 1))
+    under_way = live_by_slot(buffers, len(problem.seconds) + 1)
+    if under_way.max() > limit:
+        where = problem.place_text(int(under_way.argmax()))
         raise ScheduleError(
-            f"{flight.max()} bytes of {kind} are under way {where}, and {limit} may be"
+            f"{under_way.max()} bytes of {kind} are under way {where}, and the limit is {limit}"
         )
 
 
 def _check_between(problem: Problem, schedule: Schedule) -> None:
-    """Matmuls between two starts of reductions."""
+    """Verify that few enough matmuls are between two starts of reductions."""
     places = problem.gap_between_starts(bucket.start for bucket in schedule.reductions)
     if places is not None:
-        first, second = map(problem.place_text, places)
+        first, second = (problem.place_text(k).removeprefix("at ") for k in places)
         raise ScheduleError(
-            f"no reduction starts between the places {first} and {second}, which more than "
-            f"{problem.max_between} matmuls part"
+            f"more than {problem.max_between} matmuls run between {first} and {second}, and no "
+            f"reduction starts there"
         )
