@@ -1,1 +1,1 @@
-"""Which values of forward are kept for backward, recomputed, or moved to the host, within a limit of live bytes."""
+"""Which values of forward backward keeps, recomputes or finds on the host, within a limit of live bytes."""

@@ -1,10 +1,10 @@
-"""The step in which everything is kept: what to recompute or move in it to meet a target, and its seconds then.
+"""The step in which everything is kept: its choices of what to recompute or move, and estimates of their seconds.
 
-Writing the program of every choice, and planning it in full, takes seconds for each. But a choice changes little of
-the scheduling problem: which bytes are live, and where compute takes longer. So the problem of the step in which
-everything is kept is written once. What a choice changes is added to it, and a short search finds an order.
+To write the program of a choice and to plan it in full takes seconds. But a choice changes little of the scheduling
+problem: live bytes, and the places where compute takes longer. So the problem of the step in which everything is kept
+is written once. The changes of a choice are added to it, and a short search finds an order.
 
-An estimate leaves out that recomputation may read a gathered parameter earlier than backward does, and that it gathers
+The estimate leaves out that recomputation may read a gathered parameter earlier than backward does, and that it gathers
 biases which backward does not read. Copies to the host take no part in the search. The chosen program is planned in
 full, and its limit is checked there.
 """
@@ -37,24 +37,22 @@ from .choose import choose, choose_least
 from .model import NOWHERE, Model, model_of, uses_of
 from .residency import Residency
 
-# Messages that the search of an estimate places.
+# The messages that the search of an estimate places.
 _EFFORT = 4000
-# Bytes of a value that may wait on the host: less is not worth a copy.
+# The least bytes of a value that may wait on the host. A smaller value is not worth a copy.
 _LEAST_MOVED = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A step in which everything is kept.
-
-    Of a step in micro-batches, it is the last one, which has all regions.
+    """A step in which everything is kept. For a step in micro-batches, the last one, which has all regions.
 
     Attributes:
         model: its values and computations.
-        problem: of its order.
-        micro: how many micro-batches the step has.
-        other_bytes: what the other micro-batches have live.
-        cheap: the values that `remat()` recomputes, without a limit.
+        problem: its scheduling problem, without a limit.
+        micro: the number of micro-batches.
+        other_bytes: the live bytes of the other micro-batches.
+        cheap: the values that `remat()` recomputes without a limit.
     """
 
     model: Model
@@ -64,7 +62,7 @@ class Baseline:
     cheap: Set[Var]
 
     def compute(self, residency: Residency) -> float:
-        """The seconds of compute of the step with a choice. The step never takes less time."""
+        """The seconds of compute with a choice, a lower bound of the seconds of the step."""
         return sum(self.problem.seconds) + self.micro * residency.seconds
 
     def seconds(self, residency: Residency, limit: int) -> float:
@@ -72,19 +70,19 @@ class Baseline:
         problem = self._within(residency, limit)
         problem = dataclasses.replace(problem, memory=max(problem.memory, least_memory(problem)))
         seconds = best_placed(problem, _EFFORT).seconds
-        # No message of the problem is a copy to the host: what copies take of compute comes on top.
-        repeated = sum(problem.seconds) - sum(self.problem.seconds)
-        seconds = seconds + residency.price - repeated
+        # The problem has the seconds of recomputation, but no copies to the host: add theirs.
+        recomputed_seconds = sum(problem.seconds) - sum(self.problem.seconds)
+        seconds = seconds + residency.price - recomputed_seconds
         # The other micro-batches recompute and copy as much.
         return seconds + (self.micro - 1) * residency.price
 
     def choice(self, target: float) -> Residency:
-        """What to recompute or move so that the live bytes stay within a target, if they can.
+        """The choice with which the live bytes stay within a target, if they can.
 
-        The model counts with reductions that are waited for where they start. A wait that has no room there moves to
-        a later place. With such waits fewer bytes are live at the peak, so it may be enough to recompute less. So this
-        chooses with the waits of the model, places the waits for that choice, and chooses again with the bytes that are
-        live then. Of the two choices, it takes the cheaper one that fits.
+        The model assumes that reductions are waited for where they start. A wait without room there moves to a later
+        place. Then fewer bytes are live at the peak, so it may be enough to recompute less. So this chooses with the
+        waits of the model, places the waits for that choice, and chooses again with the live bytes of these waits. The
+        result is the cheaper of the two choices that fits.
         """
         first = choose(self.model, target)
         if first.peak > target:
@@ -94,7 +92,7 @@ class Baseline:
         if (live == first.live).all():
             return first
 
-        # These waits, without what the first choice changes.
+        # The live bytes with these waits, without the changes of the first choice.
         live_without = live - (first.live - self.model.live)
         second = choose(dataclasses.replace(self.model, live=live_without), target)
         if second.peak > target:
@@ -110,7 +108,7 @@ class Baseline:
 
     @functools.cached_property
     def cheap_recomputed(self) -> Residency:
-        """What `remat()` chooses without a limit. It frees memory throughout the step, others only at the peak."""
+        """The choice of `remat()` without a limit. It frees memory throughout the step, others only at the peak."""
         repeated = set(self.model.forced)
         for i, computation in enumerate(self.model.computations):
             if any(self.model.values[v].var in self.cheap for v in computation.droppable):
@@ -125,38 +123,43 @@ class Baseline:
 
 
 def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
-    """A step in which everything is kept: its program before it is sharded, and the hinted program of one rank."""
+    """The baseline of a step.
+
+    Args:
+        graph: the program before it is sharded, in which backward recomputes nothing.
+        hinted: the program of one rank, with hints and no order.
+        cluster: the speeds, and the memory of the device.
+    """
     part = micro_batch_programs(hinted).last
     s = skeleton(part, cluster.neighbours(part.axes))
     problem = formulate(s, cluster, float("inf"))
     size = local_bytes(hinted)
     other_bytes = (hinted.micro - 1) * sum(size(v) for v in hinted.batch if is_cut(hinted, v))
     live = by_operation(Loads(problem).bytes_unbucketed(NO_LEVERS)) + other_bytes
-    duration = dict(zip(graph.eqns, equation_seconds(graph, cluster)))
+    seconds = dict(zip(graph.eqns, equation_seconds(graph, cluster)))
 
     link = None
     movable: set[str] = set()
     if hinted.hints.offload:
         latency, pace = cluster.copy_seconds(1)
-        # Leaves of the state may be on the host too.
+        # The host may also have leaves of the state.
         room = cluster.host_memory - memory(hinted).host_peak
         link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap, room)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
 
     at_least = graph.hints.recompute_at_least
-    model = model_of(
-        graph, duration.__getitem__, uses_of(s.graph, s.ops), live, at_least, link, movable
-    )
+    uses = uses_of(s.graph, s.ops)
+    model = model_of(graph, seconds, uses, live, at_least, link, movable)
     cheap = set() if at_least is None else cheap_values(graph, at_least)
     return Baseline(model, problem, hinted.micro, other_bytes, cheap)
 
 
 def problem_of(residency: Residency, baseline: Problem) -> Problem:
-    """The problem of the step with a choice, from that of the step in which everything is kept."""
+    """The scheduling problem of the step with a choice. `baseline` is the one of the step that keeps everything."""
     model = residency.model
-    more = residency.live - model.live
+    additional = residency.live - model.live
     at_places = np.array(baseline.live_at_places)
-    at_places[:-1] += more
+    at_places[:-1] += additional
     seconds = list(baseline.seconds)
     matmul = list(baseline.matmul)
     for i in residency.repeated:
@@ -168,6 +171,6 @@ def problem_of(residency: Residency, baseline: Problem) -> Problem:
         baseline,
         seconds=tuple(seconds),
         matmul=tuple(matmul),
-        live=tuple((np.array(baseline.live) + more).tolist()),
+        live=tuple((np.array(baseline.live) + additional).tolist()),
         live_at_places=tuple(at_places.tolist()),
     )

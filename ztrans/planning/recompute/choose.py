@@ -1,22 +1,22 @@
-"""What backward repeats, and what waits for it on the host, so that the live bytes stay within a target.
+"""Choose what backward repeats and what waits for it on the host, so that the live bytes stay within a target.
 
-    repeated = what the user demands
+    repeated = the computations that the user demands
     while some live bytes exceed the target:
-        repeat what removes most excess for each second of compute
-    let the dearest wait on the host instead, as far as compute hides the copies
+        repeat the computations that remove most excess for each second of compute
+    move the dearest results to the host instead, as far as compute hides the copies
     keep again what still fits, the dearest first
 
-A byte that waits on the host saves what its recomputation would take, so the link to the host is for what is dear to
-recompute. What cannot be repeated goes there too, if the target asks for it: first the values whose copies are hidden,
-then those for which compute waits. A second choice begins with the host, which is better where its link has time for
-all that must go.
+A byte on the host saves the seconds of its recomputation, so the link to the host is for the results that are dearest
+to recompute. Values that cannot be repeated go there too, if the target asks for it: first with hidden copies, then
+with copies for which compute waits. A second choice begins with the host. It is better if the link has time for all
+values that must go.
 
 Excess is an area: the bytes above the target, summed over all places. The values of the earliest layers are live for
-longest, so they go first, and the last layer, whose backward runs at the peak, is left alone. A computation is repeated
-together with those before it whose results are dead by then, or with some of them, while what they read is kept longer.
+longest, so they go first. The last layer, whose backward runs at the peak, is left as it is. A computation is repeated
+together with earlier ones whose results are dead by then, or with some of them. Their inputs are kept for longer.
 
 Equal layers have equal computations, which form a class. Only the earliest member of a class is proposed. Every
-proposal is weighed by what it changes itself, so layers that only look equal do no harm.
+proposal is scored by its own change, so layers that only look equal do no harm.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .absences import Copied
 from .model import NOWHERE, Computation, Model
 from .residency import Residency, ResidencyChange
 
-# How many equations before a computation tell it from others.
+# The depth of equations before a computation that distinguish it from others.
 _DEPTH = 4
-# The most computations that are repeated by one change, and the most such sets that are weighed for one computation.
+# The most computations that one change repeats, and the most such sets that are scored for one computation.
 _CHAIN = 15
 _VARIANTS = 8
-# How many targets are tried to find the lowest peak.
+# The number of targets that are tried to find the lowest peak.
 _BISECTIONS = 6
 
 
 def choose(model: Model, target: float) -> Residency:
     """Choose what backward repeats and what waits on the host, so that the live bytes stay within `target` if they can.
 
-    If they cannot, the result is as far as the search came.
+    If they cannot, the result is the choice at which the search ends.
     """
     may_repeat = any(computation.droppable for computation in model.computations)
     may_move = any(computation.movable for computation in model.computations)
@@ -61,10 +61,10 @@ def choose(model: Model, target: float) -> Residency:
 
 
 def choose_least(model: Model) -> Residency:
-    """Choose what backward repeats so that the peak is as low as the search can make it.
+    """The choice with the lowest peak that the search can find.
 
     A search by price may end without attention, the dearest computation: once its neighbours are repeated, repeating
-    it no longer lowers the peak. So the model is also searched as if attention took no time, and as if nothing did.
+    it no longer lowers the peak. So the search also runs as if attention took no time, and as if no computation did.
     A Llama of three layers then needs 18.19 GiB instead of 18.44, and a GPT of ten layers 0.64 instead of 0.74.
     """
     best = _least(model)
@@ -74,10 +74,10 @@ def choose_least(model: Model) -> Residency:
             if is_free(computation):
                 computation = computation._replace(seconds=0.0)
             computations.append(computation)
-        found = _least(dataclasses.replace(model, computations=tuple(computations)))
-        if found.peak < best.peak:
-            best = Residency(model, found.repeated)
-            best.apply(best.change({}, found.on_host))
+        lowest = _least(dataclasses.replace(model, computations=tuple(computations)))
+        if lowest.peak < best.peak:
+            best = Residency(model, lowest.repeated)
+            best.apply(best.change({}, lowest.on_host))
     return best
 
 
@@ -86,9 +86,9 @@ def _is_attention(computation: Computation) -> bool:
 
 
 def _least(model: Model) -> Residency:
-    """The lowest peak of a search for several targets.
+    """The choice with the lowest peak of a search for several targets.
 
-    A target that is far too low takes everything that makes the area smaller, which is not the lowest peak.
+    One search for a target that is far too low makes the area as small as it can, but not the peak.
     """
     best = choose(model, 0.0)
     low = 0.0
@@ -106,14 +106,14 @@ def _least(model: Model) -> Residency:
 
 
 class Proposal(NamedTuple):
-    """A change that removes excess, and its score: the excess that it removes for what it costs."""
+    """A change that removes excess, and its score: the excess that it removes, divided by its cost."""
 
     score: float
     change: ResidencyChange
 
 
 class _Search:
-    """A choice as it is made: each step leaves a residency that the next one changes."""
+    """One search for a choice: each step changes the residency of the previous one."""
 
     def __init__(self, model: Model, target: float) -> None:
         self.model = model
@@ -121,39 +121,39 @@ class _Search:
         self.residency = Residency(model, model.forced)
 
     def result(self) -> Residency:
-        """The choice, beginning with what has been moved to the host before."""
+        """The choice, beginning with the values that are on the host already."""
         self.repeat()
-        self.wait_instead()
+        self.move_repeated()
         self.move_to_host("hidden")
         self.move_to_host("exposed")
         if self.residency.peak <= self.target:
-            self.give_back()
+            self.keep_what_fits()
         return self.residency
 
     def repeat(self) -> None:
-        """Repeat more, the best first, until the live bytes are within the target, or nothing helps."""
+        """Repeat more computations, the best first, until the live bytes are within the target, or nothing helps."""
         _Descent(self, self._best_repetition).run()
 
     def move_to_host(self, copied: Copied) -> None:
-        """Move more to the host, until the live bytes are within the target, or nothing helps.
+        """Move more results to the host, until the live bytes are within the target, or nothing helps.
 
-        Results that wait the longest go first: they remove most excess for the time that they take of the link.
+        The results that wait longest go first: they remove most excess for their time on the link.
         """
-        _Descent(self, lambda i: self._move(i, copied)).run()
+        _Descent(self, lambda i: self._host_move(i, copied)).run()
 
     def _best_repetition(self, i: int) -> Proposal | None:
-        """The best way to repeat a computation: it removes most excess for a second of compute."""
+        """The best way to repeat a computation: it removes most excess for each second of compute."""
         best: Proposal | None = None
         for variant in self._variants(i):
             change = self.residency.change(dict.fromkeys(variant, True))
-            # A change may be free. Of such changes, the one that removes most is the best.
-            score = self._removed(change) / max(change.price, 1e-9)
+            # A change may be free. The best free change removes most.
+            score = self._removed_excess(change) / max(change.price, 1e-9)
             if score > 0 and (best is None or score > best.score):
                 best = Proposal(score, change)
         return best
 
     def _variants(self, i: int) -> Iterator[frozenset[int]]:
-        """Sets that repeat a computation: with all before it that are dead by then, and with fewer of them."""
+        """Sets that repeat a computation: with all earlier ones that are dead by then, and with fewer of them."""
         if i in self.residency.repeated or i in self.residency.on_host:
             return
         computation = self.model.computations[i]
@@ -162,79 +162,79 @@ class _Search:
             return
         chain = self._with_dead(i, place, -1)
         yield chain
-        seen = {chain}
-        # What a shorter chain leaves out is kept for longer instead.
+        variants = {chain}
+        # The results that a shorter chain leaves out are kept for longer instead.
         for stop in sorted(chain - {i}, reverse=True):
             variant = self._with_dead(i, place, stop)
-            if variant not in seen:
-                seen.add(variant)
+            if variant not in variants:
+                variants.add(variant)
                 yield variant
-            if len(seen) == _VARIANTS - 1:
+            if len(variants) == _VARIANTS - 1:
                 break
-        if frozenset([i]) not in seen:
+        if frozenset([i]) not in variants:
             yield frozenset([i])
 
     def _with_dead(self, i: int, place: int, stop: int) -> frozenset[int]:
-        """A computation and those before it whose results are dead at a place, up to `stop`, which is left out."""
+        """A computation, and earlier ones whose results are dead at a place. `stop` and what only it reads stay out."""
         model = self.model
-        found = {i: None}
+        chain = {i: None}
         unread = [i]
-        while unread and len(found) < _CHAIN:
+        while unread and len(chain) < _CHAIN:
             for v in model.computations[unread.pop()].args:
                 value = model.values[v]
                 maker = value.maker
                 is_live = max(value.use.forward, self.residency.last[v]) >= place
-                if is_live or not value.droppable or maker == stop or maker in found:
+                if is_live or not value.droppable or maker == stop or maker in chain:
                     continue
                 if maker in self.residency.repeated or maker in self.residency.on_host:
                     continue
-                found[maker] = None
+                chain[maker] = None
                 unread.append(maker)
-        return frozenset(found)
+        return frozenset(chain)
 
-    def _move(self, i: int, copied: Copied) -> Proposal | None:
-        """To move the results of a computation to the host. The score is the excess that this removes for a byte."""
+    def _host_move(self, i: int, copied: Copied) -> Proposal | None:
+        """The move of a computation's results to the host, scored by the excess that it removes for each byte."""
         size = self._movable_bytes(i)
         if not size or i in self.residency.repeated or not self._has_room(size):
             return None
         change = self.residency.change({}, {i: copied})
-        score = self._removed(change) / size
+        score = self._removed_excess(change) / size
         return Proposal(score, change) if score > 0 else None
 
-    def wait_instead(self) -> None:
-        """Let results wait on the host instead of computing them again, the dearest first for their bytes.
+    def move_repeated(self) -> None:
+        """Move repeated results to the host instead, in descending order of their seconds for each byte.
 
-        Compute waits for none of these copies: if a lane is busy, a value stays on the device for longer instead.
+        Compute does not wait for these copies: if a lane is busy, a value stays on the device for longer instead.
         """
         prices: dict[int, float] = {}
         for i in self.residency.repeated.difference(self.model.forced):
             size = self._movable_bytes(i)
             if size:
                 prices[i] = self.model.computations[i].seconds / size
-        # Equal prices in the order of the program, so that every rank comes to the same choice.
+        # Equal prices are in the order of the program, so that every rank makes the same choice.
         for i in sorted(prices, key=lambda i: (-prices[i], i)):
             if not self._has_room(self._movable_bytes(i)):
                 continue
             change = self.residency.change({i: False}, {i: "hidden"})
-            if change.price < 0 and self._removed(change) >= 0:
+            if change.price < 0 and self._removed_excess(change) >= 0:
                 self.residency.apply(change)
 
     def _movable_bytes(self, i: int) -> int:
-        """The bytes of the results of a computation that may wait on the host."""
+        """The bytes of a computation's results that may wait on the host."""
         return sum(self.model.values[v].use.bytes for v in self.model.computations[i].movable)
 
     def _has_room(self, size: int) -> bool:
-        """Whether the host has room for so many bytes more: at the end of forward it has all values that go there."""
+        """Whether the host has room for `size` more bytes. At the end of forward it has all values that go there."""
         link = self.model.link
         on_host = sum(self._movable_bytes(i) for i in self.residency.on_host)
         return link is not None and on_host + size <= link.room
 
-    def _removed(self, change: ResidencyChange) -> float:
+    def _removed_excess(self, change: ResidencyChange) -> float:
         """The excess that a change removes."""
         before, after = self.residency.window(change)
         return _excess(before, self.target) - _excess(after, self.target)
 
-    def give_back(self) -> None:
+    def keep_what_fits(self) -> None:
         """Keep again what fits within the target, the dearest first."""
         residency = self.residency
         repeated = residency.repeated.difference(self.model.forced)
@@ -248,24 +248,25 @@ class _Search:
 
 
 # The best change for a computation; None if no change helps.
-Weigh = Callable[[int], Proposal | None]
+BestChange = Callable[[int], Proposal | None]
 
 
 class _Descent:
-    """Changes that bring the live bytes down to a target, the best first."""
+    """Changes that reduce the live bytes to a target, the best first."""
 
-    def __init__(self, search: _Search, weigh: Weigh) -> None:
+    def __init__(self, search: _Search, best_change: BestChange) -> None:
         self.search = search
         self.residency = search.residency
-        self.weigh = weigh
+        self.best_change = best_change
         # The members of each class that have not been proposed, the earliest last.
         self.unproposed = [list(members[::-1]) for members in classes(search.model)]
         self.class_of: dict[int, int] = {}
         for k, members in enumerate(self.unproposed):
-            self.class_of.update(dict.fromkeys(members, k))
-        # The members that stand for their classes.
+            for i in members:
+                self.class_of[i] = k
+        # The computations that are proposed for their classes.
         self.fronts: set[int] = set()
-        # The negative of a score, and a computation. Only the last score of a computation counts.
+        # A heap of the negative of a score, and a computation. Only the last score of a computation counts.
         self.proposals: list[tuple[float, int]] = []
         self.score_of: dict[int, float] = {}
 
@@ -278,27 +279,27 @@ class _Descent:
         while self.residency.peak > self.search.target and self.proposals:
             score, i = heapq.heappop(self.proposals)
             if self.score_of[i] == -score:
-                self._weigh_again(i)
+                self._try(i)
 
-    def _weigh_again(self, i: int) -> None:
+    def _try(self, i: int) -> None:
         """Make the best change for a computation, if it is still the best of all.
 
-        Most scores have become worse since they were computed, so an old one is an upper estimate.
+        Most scores have become worse since they were computed, so an old score is an upper estimate.
         """
-        proposal = self.weigh(i)
+        proposal = self.best_change(i)
         if proposal is None:
-            self._leave(i)
+            self._withdraw(i)
         elif self.proposals and proposal.score < -self.proposals[0][0]:
             self._propose(i, proposal.score)
         else:
-            self._make(proposal.change)
+            self._apply(proposal.change)
 
     def _propose(self, i: int, score: float) -> None:
         self.score_of[i] = score
         heapq.heappush(self.proposals, (-score, i))
 
-    def _leave(self, i: int) -> None:
-        """Propose a computation no more. If it stood for its class, the next member does."""
+    def _withdraw(self, i: int) -> None:
+        """Withdraw the proposal of a computation. If it was proposed for its class, propose the next member."""
         self.score_of[i] = 0.0  # so that its old proposals, which stay in the heap, do not count
         if i in self.fronts:
             self.fronts.remove(i)
@@ -308,47 +309,48 @@ class _Descent:
         """Propose the earliest member of a class that helps."""
         while members:
             i = members.pop()
-            proposal = self.weigh(i)
+            proposal = self.best_change(i)
             if proposal is not None:
                 self.fronts.add(i)
                 self._propose(i, proposal.score)
                 return
             self.score_of[i] = 0.0
 
-    def _make(self, change: ResidencyChange) -> None:
+    def _apply(self, change: ResidencyChange) -> None:
+        """Apply a change, and propose its neighbours again if their scores have risen."""
         self.residency.apply(change)
         for i in (*change.repeats, *change.host_moves):
-            self._leave(i)
-        # A score may rise if what was kept longer for it is now kept, or recomputed, anyway.
-        for i in sorted(self._around(change)):
+            self._withdraw(i)
+        # A score rises if a value that would be kept longer for it is now kept, or recomputed, anyway.
+        for i in sorted(self._neighbours(change)):
             if i in self.residency.repeated or i not in self.score_of:
                 continue
-            proposal = self.weigh(i)
+            proposal = self.best_change(i)
             if proposal is not None and proposal.score > self.score_of[i]:
                 self._propose(i, proposal.score)
 
-    def _around(self, change: ResidencyChange) -> set[int]:
-        """The computations that compute what the repeated ones read, or read what they compute."""
+    def _neighbours(self, change: ResidencyChange) -> set[int]:
+        """The computations that make an input of a repeated one, or read a result of it."""
         model = self.search.model
-        around: set[int] = set()
+        neighbours: set[int] = set()
         for i in change.repeats:
             computation = model.computations[i]
-            around.update(model.values[v].maker for v in computation.args)
+            neighbours.update(model.values[v].maker for v in computation.args)
             for v in computation.results:
-                around.update(model.readers[v])
-        return around
+                neighbours.update(model.readers[v])
+        return neighbours
 
 
 def _excess(live: np.ndarray, target: float) -> float:
     return float(np.maximum(live - target, 0).sum())
 
 
-@cached_on_graph  # the same model is asked about for many targets
+@cached_on_graph  # a model is searched for many targets
 def classes(model: Model) -> tuple[tuple[int, ...], ...]:
     """The computations that may be repeated or moved to the host, in classes of equal ones, each in order.
 
     Two computations are equal if they have the same operation and types, and equal inputs up to `_DEPTH` equations
-    before them, if the same operations of forward read their results, and if backward reads the same of these.
+    before them, if the same operations of forward read their results, and if backward reads the same results.
     """
     numbers: dict[Hashable, int] = {}
 
@@ -357,13 +359,13 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
 
     computations = model.computations
     keys = [number(_description(model, computation)) for computation in computations]
-    readers = []
+    reader_keys: list[tuple[int, ...]] = []
     for computation in computations:
-        of_results: list[int] = []
+        result_readers: list[int] = []
         for v in computation.results:
-            of_results += [keys[i] for i in model.readers[v]]
-        readers.append(tuple(sorted(of_results)))
-    # Each round tells apart computations whose inputs the round before has told apart.
+            result_readers += [keys[i] for i in model.readers[v]]
+        reader_keys.append(tuple(sorted(result_readers)))
+    # Each round separates computations whose inputs the previous round has separated.
     for _ in range(_DEPTH):
         new_keys = []
         for key, computation in zip(keys, computations):
@@ -371,16 +373,16 @@ def classes(model: Model) -> tuple[tuple[int, ...], ...]:
             new_keys.append(number((key, inputs)))
         keys = new_keys
 
-    # Equal computations have results of the same kinds, so all of a class are kept, or none.
+    # Equal computations have results of the same kinds, so the members of a class are all included, or none.
     members: dict[Hashable, list[int]] = {}
     for i, computation in enumerate(computations):
         if computation.droppable or computation.movable:
-            members.setdefault((keys[i], readers[i]), []).append(i)
+            members.setdefault((keys[i], reader_keys[i]), []).append(i)
     return tuple(map(tuple, members.values()))
 
 
 def _description(model: Model, computation: Computation) -> Hashable:
-    """What a computation is by itself: its operation, its types, and which results backward reads."""
+    """A computation by itself: its operation, its types, and what may become of its results."""
     values = [model.values[v] for v in computation.results]
     read = tuple((v.droppable, v.movable, v.use.first == NOWHERE) for v in values)
     return computation.eqn.op, tuple(v.type for v in computation.eqn.results), read

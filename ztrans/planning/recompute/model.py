@@ -1,26 +1,26 @@
-"""The values of forward that backward needs, and what it takes to repeat them or to keep them on the host.
+"""The values of forward that backward needs, and the costs to recompute them or to keep them on the host.
 
-A computation is an equation of forward that depends on the batch. If it is repeated, backward runs it again right
-before backward first needs one of its results. The results are recomputed then, and not live in between. Or they wait
-on the host, and return before backward first needs them:
+A computation is an equation of forward that depends on the batch. If it is repeated, it runs again right before
+backward first needs one of its results, and the results are not live in between. Or its results wait on the host, and
+return before backward first needs them:
 
     kept         live from its birth to the last use in forward or backward
     recomputed   live from its birth to the last use in forward, and from the first use in backward to the last one
     on the host  live from its birth until it has left, and from the start of its return to the last use in backward
 
-What a repeated computation reads is needed at the place where it runs again. So it lives longer if it is kept, and is
-recomputed or returns earlier if it is not. Values that depend on the state alone weigh nothing here: parameters and
-their casts are there in backward anyway, or are gathered for it. Views are repeated with the storages that they show.
+The inputs of a repeated computation are needed where it runs again. So a kept input lives longer, and any other input
+is recomputed or returns earlier. Values that depend on the state alone do not count here: parameters and their casts
+are available in backward anyway, or are gathered for it. Views are repeated with the storages that they show.
 
 The live bytes are those of the program in which nothing is recomputed or moved, as planning counts them (see
-`buffers`). A place is the number of one of its operations. `residency` has what a choice changes.
+`buffers`). A place is the number of one of its operations. `residency` has the changes that a choice makes.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,19 +33,19 @@ from ...ir.varying import varying
 from ..buffers import local_bytes
 from .absences import HostLink
 
-# A place that is in no program.
+# A place after the end of every program.
 NOWHERE = sys.maxsize
 
 
 @dataclass
 class Use:
-    """Where the program of one rank needs a storage. A storage that the program lacks has the defaults.
+    """The places where the program of one rank needs a storage. A storage that the program lacks has the defaults.
 
     Attributes:
-        bytes: of one rank.
+        bytes: its size on one rank.
         born: the place of its computation.
         forward: the last place before backward that needs it.
-        first, last: the first and the last place in backward that needs it; `NOWHERE` and -1 if none does.
+        first, last: the first and the last place in backward that needs it; `NOWHERE` and -1 without any.
     """
 
     bytes: int = 0
@@ -56,13 +56,13 @@ class Use:
 
 
 class Value(NamedTuple):
-    """A storage that forward allocates: where it is used, and whether backward may recompute it.
+    """A storage that forward allocates: its uses, and what may become of it.
 
     Attributes:
         var: the first value that has the storage.
         maker: the computation that allocates it, by index.
-        use: where the program of one rank needs it.
-        droppable: whether backward may recompute it, so that it need not be kept.
+        use: the places where the program of one rank needs it.
+        droppable: whether backward may recompute it instead of keeping it.
         movable: whether it may wait for backward on the host.
     """
 
@@ -74,13 +74,13 @@ class Value(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """An equation of forward, with what it reads and what it allocates, by index.
+    """An equation of forward. Its values are indices.
 
     Attributes:
         eqn: the equation.
-        seconds: its duration, with that of the views that run again with it.
+        seconds: its duration, including the views that run again with it.
         args, results: the values that it reads and allocates.
-        droppable: the results that need not be kept, if it may run again.
+        droppable: the results that backward may recompute.
         movable: the results that may wait for backward on the host.
     """
 
@@ -97,10 +97,10 @@ class Model:
     """The computations and values of a program, and its live bytes.
 
     Attributes:
-        values, computations: in order.
+        values, computations: in the order of the program.
         readers: for each value, the computations that read it.
         live: by operation, the live bytes if nothing is recomputed or moved.
-        link: to the host, if values may wait there.
+        link: the link to the host, if values may wait there.
     """
 
     values: tuple[Value, ...]
@@ -111,7 +111,7 @@ class Model:
 
     @functools.cached_property
     def forced(self) -> tuple[int, ...]:
-        """The computations that a checkpoint of the step, or the user, wants to run again."""
+        """The computations that a checkpoint of the step, or the user, demands to repeat."""
         forced: list[int] = []
         for i, computation in enumerate(self.computations):
             if computation.eqn.demand == "recompute" and computation.droppable:
@@ -120,7 +120,7 @@ class Model:
 
 
 def uses_of(graph: Graph, operations: Sequence[Eqn]) -> dict[str, Use]:
-    """Where the operations of a program, by number, need its storages, by the names of their first values."""
+    """The uses of a program's storages, by the names of their first values. Places are the numbers of `operations`."""
     root = liveness(graph).root
     size = local_bytes(graph)
     uses: dict[str, Use] = {}
@@ -139,7 +139,7 @@ def uses_of(graph: Graph, operations: Sequence[Eqn]) -> dict[str, Use]:
 
 def model_of(
     graph: Graph,
-    seconds: Callable[[Eqn], float],
+    seconds: Mapping[Eqn, float],
     uses: Mapping[str, Use],
     live: np.ndarray,
     at_least: int | None,
@@ -150,18 +150,18 @@ def model_of(
 
     Args:
         graph: the program before it is sharded, in which backward recomputes nothing.
-        seconds: how long an equation of it takes.
-        uses: where the program of one rank needs the storages of `graph`, by name.
+        seconds: the duration of each equation of `graph`.
+        uses: the uses of the storages of `graph` in the program of one rank, by name.
         live: by operation, the live bytes of the program of one rank.
-        at_least: the least size of a value that is recomputed, unless the user demands it. If it is None, none is.
-        link: to the host, if values may wait there.
+        at_least: the least size of a value that is recomputed, unless the user demands it. With None, no value is.
+        link: the link to the host, if values may wait there.
         movable: the names of the values that may wait there.
     """
     root = liveness(graph).root
     over_batch = varying(graph, ("batch",))
     views = _views_for_backward(graph)
     droppable = set() if at_least is None else _droppable(graph, uses, at_least)
-    number: dict[Var, int] = {}
+    index_of: dict[Var, int] = {}
     values: list[Value] = []
     computations: list[Computation] = []
     for e in graph.eqns:
@@ -169,25 +169,25 @@ def model_of(
         if e.region != "forward" or not allocated:
             continue
 
-        args = tuple(dict.fromkeys(number[root[v]] for v in e.ins if root[v] in number))
+        args = tuple(dict.fromkeys(index_of[root[v]] for v in e.ins if root[v] in index_of))
         results = range(len(values), len(values) + len(allocated))
-        number.update(zip(allocated, results))
+        index_of.update(zip(allocated, results))
         for v in allocated:
             use = uses.get(v.name, Use())
             values.append(Value(v, len(computations), use, v in droppable, v.name in movable))
 
-        total = seconds(e) + sum(map(seconds, views.get(e, ())))
-        computations.append(_computation(e, total, args, results, values))
+        seconds_with_views = seconds[e] + sum(seconds[view] for view in views.get(e, ()))
+        computations.append(_computation(e, seconds_with_views, args, results, values))
     return Model(tuple(values), tuple(computations), _readers(values, computations), live, link)
 
 
 def _droppable(graph: Graph, uses: Mapping[str, Use], at_least: int) -> set[Var]:
-    """The values that need not be kept from forward: large ones, and those that the user wants to recompute."""
+    """The values that backward may recompute: large ones, and ones that the user demands to recompute."""
     droppable = set()
     for v, e in repeatable(graph).items():
         use = uses.get(v.name)
         if use is None or not use.bytes:
-            continue  # the program of one rank does not compute it
+            continue  # the program of one rank does not have it
         is_large = e.demand is None and use.bytes >= at_least
         if is_large or e.demand == "recompute":
             droppable.add(v)
@@ -206,17 +206,17 @@ def _readers(
 
 
 def _views_for_backward(graph: Graph) -> dict[Eqn, list[Eqn]]:
-    """For each equation of forward, the views of its results that backward reads, which run again with it."""
+    """For each equation of forward, the views of its results that backward reads. They run again with it."""
     root = liveness(graph).root
     makers = producers(graph.eqns)
-    read: set[Var] = set()
+    backward_inputs: set[Var] = set()
     for e in graph.eqns:
         if e.region == "backward":
-            read.update(e.ins)
+            backward_inputs.update(e.ins)
 
     views: dict[Eqn, list[Eqn]] = {}
     for e in graph.eqns:
-        is_read_view = any(v in read and root[v] is not v for v in e.results)
+        is_read_view = any(v in backward_inputs and root[v] is not v for v in e.results)
         if e.region != "forward" or not is_read_view:
             continue
         maker = makers.get(root[e.results[0]])

@@ -1,17 +1,17 @@
-"""Plan a step whose plan also chooses what backward recomputes, or finds on the host.
+"""Plan a step together with the values that backward recomputes, or finds on the host.
 
 Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
-worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first leaves to
-activations what messages do not need in any order. Each further one leaves more to messages, by recomputing more. The
-last one recomputes what `remat()` does without a limit. A schedule is the judge of each (see `baseline`). The three
-that seem fastest are planned in full:
+worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first one leaves
+to activations all bytes that messages do not need in every order. Each further one recomputes more, and so leaves more
+to messages. The last one recomputes the values that `remat()` recomputes without a limit. The seconds of each are
+estimated by a schedule (see `baseline`). The three that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
 If no order of its program fits the limit, the choice is corrected. A candidate whose compute alone takes longer than
-the best step so far is skipped, and so are all after it. The choice depends on the program and the cluster alone, so
-ranks with batches of one size make the same choice. `with_recomputation` and `values_on_host` find the choices of a
-stored plan in a program.
+the best step so far is skipped, and so are all lower targets. The choice depends on the program and the cluster alone,
+so ranks with batches of the same size make the same choice. `with_recomputation` and `values_on_host` apply the choice
+of a stored plan to a program.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ..solver.validate import ScheduleError
 from .baseline import Baseline, baseline_of
 from .residency import Residency
 
-# Targets between the state and the peak of the step in which everything is kept.
+# The number of targets between the state and the peak of the step in which everything is kept.
 _TARGETS = 12
-# Candidates that are planned in full. One that is estimated to be slower than the fastest by the share `_CLOSE` is not.
+# The most candidates that are planned in full, and by what share one of them may seem slower than the fastest.
 _PLANS = 3
 _CLOSE = 0.1
-# Candidates in a row that are no faster, after which the search ends.
+# The number of candidates in a row without a faster one, after which the search ends.
 _PATIENCE = 2
-# Times that a target is made smaller because no plan fits, each by this share of the limit at least.
+# The most corrections of a target because no plan fits, and the least correction, as a share of the limit.
 _CORRECTIONS = 4
 _LEAST_CORRECTION = 0.005
 
-# From a program before it is sharded, and the names of values that wait on the host, to the program of one rank, with
-# hints and no order.
+# Turns a program before it is sharded, and the names of the values that wait on the host, into the program of one rank,
+# with hints and no order.
 Lower = Callable[[Graph, tuple[str, ...]], Graph]
 Ordering = Callable[[Graph, Cluster], tuple[Plan, Graph]]  # as `make_plan`
 
 
 class Candidate(NamedTuple):
-    """What may become of the values of forward, and the seconds that the step then takes, as they were estimated."""
+    """A choice for the values of forward, and the estimated seconds of the step with it."""
 
     residency: Residency
     seconds: float
@@ -64,12 +64,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputation:
-    """A plan with what it recomputes.
+    """The plan of a step, which also names the recomputed values, and its programs.
 
     Attributes:
         plan: its decisions.
         unordered, ordered: the program of one rank without an order, and in the order of the plan.
-        seconds: of the step, simulated.
+        seconds: the simulated seconds of the step.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class Recomputation:
 
 
 def has_choice(hints: Hints) -> bool:
-    """Whether the plan of a step also chooses what becomes of the values of forward."""
+    """Whether the plan of a step also chooses the values to recompute, or to move to the host."""
     may_move = hints.offload and hints.memory_limit is not None
     return may_move or hints.recompute_at_least is not None
 
@@ -87,15 +87,15 @@ def has_choice(hints: Hints) -> bool:
 def plan_recomputation(
     graph: Graph, hinted: Graph, lower: Lower, cluster: Cluster
 ) -> Recomputation:
-    """Choose what a step recomputes and what waits on the host, and make its plan.
+    """Choose the values that a step recomputes and that wait on the host, and make its plan.
 
     Args:
         graph: the program before it is sharded, in which backward recomputes nothing.
         hinted: the program of one rank, with hints and no order.
-        lower: applies the other transforms to a program, which makes it one of one rank, and moves values to the host.
+        lower: applies the other transforms to a program, to get the program of one rank, and moves values to the host.
         cluster: the speeds, and the memory of the device.
 
-    Raises: DoesNotFit if no choice that was tried fits the limit.
+    Raises: DoesNotFit if none of the choices that were tried fits the limit.
     """
     limit = hinted.hints.memory_limit
     if limit is None:
@@ -105,11 +105,11 @@ def plan_recomputation(
 
 
 def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
-    """The choices within a limit that may be the fastest: those that recompute least first, and that of `remat()`."""
+    """The choices within a limit that may be the fastest, the least recomputation first, and that of `remat()` last."""
     candidates: list[Candidate] = []
     choices: set[Hashable] = set()
-    best = float("inf")
-    slower = 0
+    least_seconds = float("inf")
+    since_faster = 0
     for target in _targets(baseline, limit):
         residency = baseline.choice(target)
         choice = residency.chosen_values
@@ -118,17 +118,18 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
         choices.add(choice)
 
         # Lower targets only recompute more: none of them takes less compute.
-        if residency.peak > limit or baseline.compute(residency) >= best or slower == _PATIENCE:
+        too_slow = baseline.compute(residency) >= least_seconds
+        if residency.peak > limit or too_slow or since_faster == _PATIENCE:
             break
 
         seconds = baseline.seconds(residency, limit)
         candidates.append(Candidate(residency, seconds))
-        if seconds < best:
-            best = seconds
-            slower = 0
+        if seconds < least_seconds:
+            least_seconds = seconds
+            since_faster = 0
         else:
-            slower += 1
-        # This is the lowest peak, which still may fit the limit.
+            since_faster += 1
+        # A peak above its target is the lowest peak. It may still fit the limit.
         if residency.peak > target:
             break
 
@@ -139,7 +140,7 @@ def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
 
 
 def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
-    """A limit, and the targets below it. These are the same for every limit, so a larger one has all of a smaller."""
+    """A limit, and the targets below it. All limits share them, so a larger limit has all targets of a smaller one."""
     yield float(limit)
     live = baseline.model.live
     state = float(live[0])
@@ -151,7 +152,7 @@ def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
 
 
 class _Planner:
-    """Plans choices of one step in full."""
+    """Plans the choices of one step in full."""
 
     def __init__(self, graph: Graph, lower: Lower, cluster: Cluster, baseline: Baseline) -> None:
         self.graph = graph
@@ -161,9 +162,9 @@ class _Planner:
         self.errors: list[DoesNotFit] = []
 
     def best_within(self, limit: int) -> Recomputation:
-        """The fastest plan within a limit, of those that were made.
+        """The fastest plan within a limit, of the candidates that seem fastest.
 
-        Raises: DoesNotFit if none fits. It is the error of the one that needs least.
+        Raises: DoesNotFit if no plan fits.
         """
         best: Recomputation | None = None
         for candidate in fastest(candidates_within(self.baseline, limit)):
@@ -176,20 +177,20 @@ class _Planner:
                 best = planned
 
         if best is None:
-            # `make_plan` may also leave the program in the order in which it was written.
+            # `make_plan` also tries the order in which the program was written.
             best = self._plan(self.baseline.lowest, make_plan)
         if best is None:
             raise self._does_not_fit()
         return best
 
     def _plan_or_corrected(self, residency: Residency, limit: int) -> Recomputation | None:
-        """The plan of a choice. While no order of its program fits the limit, it recomputes a little more."""
+        """The plan of a choice. If no order of its program fits the limit, the choice recomputes a little more."""
         for _ in range(1 + _CORRECTIONS):
             planned = self._plan(residency)
             if planned is not None:
                 return planned
-            too_much = self.errors[-1].least.peak - limit
-            target = residency.peak - max(too_much, _LEAST_CORRECTION * limit)
+            excess = self.errors[-1].least.peak - limit
+            target = residency.peak - max(excess, _LEAST_CORRECTION * limit)
             residency = self.baseline.choice(target)
             if residency.peak > target:
                 break
@@ -213,7 +214,7 @@ class _Planner:
         return Recomputation(plan, hinted, ordered, seconds)
 
     def _ordered(self, hinted: Graph, ordering: Ordering) -> tuple[Plan, Graph]:
-        """The program of one rank in an order. If the planned one is not valid, the notes say what was wrong.
+        """The plan and the program of one rank in its order. If the planned order is not valid, the notes say why.
 
         Raises: DoesNotFit
         """
@@ -223,7 +224,7 @@ class _Planner:
             return make_plan(hinted, self.cluster)
 
     def _notes(self, residency: Residency) -> Iterator[str]:
-        """What becomes of the values of forward."""
+        """The notes of a plan about its choice for the values of forward."""
         recomputed = residency.recomputed()
         waiting = residency.waiting()
         if recomputed:
@@ -235,7 +236,7 @@ class _Planner:
             yield f"{len(waiting)} values of forward, {size}, wait for backward on the host"
 
     def _rewritten(self, residency: Residency) -> Graph:
-        """The program of one rank, without an order, that recomputes and moves what was chosen."""
+        """The program of one rank, without an order, with the recomputation and the moves of a choice."""
         values = {self.baseline.model.values[v].var for v in residency.recomputed()}
         return self.lower(recompute(self.graph, values), self._names(residency.waiting()))
 
@@ -246,19 +247,19 @@ class _Planner:
         return format_bytes(sum(self.baseline.model.values[v].use.bytes for v in values))
 
     def _does_not_fit(self) -> DoesNotFit:
-        """The error if no plan was found within the limit. It names a limit within which one was found.
+        """The error that no plan fits the limit. It names a limit within which a plan was found.
 
-        The search finds other orders within other limits, so the order that needs least so far may not be found again.
-        Within the peak of the program as it was written, that order is always found.
+        The search finds other orders within other limits, so the order with the lowest peak so far may not be found
+        again. The order in which the program was written is always found within its own peak.
         """
         hinted = self._rewritten(self.baseline.lowest)
-        least = min((error.least for error in self.errors), key=lambda each: each.peak)
+        least = min((error.least for error in self.errors), key=lambda needed: needed.peak)
         for _ in range(_CORRECTIONS):
             try:
                 make_plan(hinted.with_hints(memory_limit=least.peak), self.cluster)
                 break
-            except DoesNotFit as larger:
-                least = larger.least
+            except DoesNotFit as error:
+                least = error.least
         else:
             least = memory(hinted)
         return does_not_fit(hinted, self.cluster.device, least)
@@ -267,13 +268,16 @@ class _Planner:
 def fastest(candidates: list[Candidate]) -> list[Candidate]:
     """The candidates that seem fastest, in order."""
     ranked = sorted(candidates, key=lambda candidate: candidate.seconds)[:_PLANS]
-    return [each for each in ranked if each.seconds <= (1 + _CLOSE) * ranked[0].seconds]
+    if not ranked:
+        return []
+    most_seconds = (1 + _CLOSE) * ranked[0].seconds
+    return [candidate for candidate in ranked if candidate.seconds <= most_seconds]
 
 
 def with_recomputation(graph: Graph, plan: Plan) -> Graph:
     """The program before it is sharded, with the recomputation of a plan.
 
-    Raises: OtherProgramError if the program has no value of such a name, or must keep it.
+    Raises: OtherProgramError if the program lacks a value that the plan names, or must keep it.
     """
     if plan.recomputed and graph.hints.recompute_at_least is None:
         raise OtherProgramError(
@@ -291,9 +295,9 @@ def with_recomputation(graph: Graph, plan: Plan) -> Graph:
 
 
 def values_on_host(plan: Plan, hinted: Graph) -> set[Var]:
-    """The values of a program that wait on the host because its plan says so.
+    """The values of a program that its plan moves to the host.
 
-    Raises: OtherProgramError if the program has no value of such a name, or must keep it on the device.
+    Raises: OtherProgramError if the program lacks a value that the plan names, or must keep it on the device.
     """
     if plan.on_host and not hinted.hints.offload:
         raise OtherProgramError(

@@ -1,8 +1,8 @@
-"""What backward repeats, what waits on the host, and the places, bytes and seconds that follow from it.
+"""A choice of what backward repeats and what waits on the host, with its places, bytes and seconds.
 
-A residency changes by small steps, and a search weighs thousands of them. So a `ResidencyChange` has only what changes:
-bytes from one place to another, and seconds. It is found without copying the residency, and applied only if it is made.
-The result of any changes is the same as that of the choice made at once.
+A residency changes in small steps, and a search weighs thousands of them. So a `ResidencyChange` has only the
+differences: bytes from one place to another, and seconds. It is computed without copying the residency, and applied
+only if the search accepts it. Several changes have the same result as one change to the same choice.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 from .absences import Absence, Copied, HostLink, Stay, absences
 from .model import NOWHERE, Model, Value
 
-# By computation, how its results are copied to the host and back; None keeps them on the device.
+# By computation, how its results are copied to the host and back. None keeps them on the device.
 HostMoves = Mapping[int, Copied | None]
 _NO_HOST_MOVES: HostMoves = {}
 
 
 class ResidencyChange(NamedTuple):
-    """What changes if computations join or leave those that are repeated, or those whose results wait on the host.
+    """The differences in a residency if some computations are repeated or not, or their results move or stay.
 
     Attributes:
-        repeats: for each of these computations, whether it is repeated.
-        host_moves: how results of these computations are copied to the host and back, or None.
-        runs_at: where computations run again, or `NOWHERE`.
-        first, last: where values are needed in backward.
-        absent: when values on the host are away, of all such values.
-        spans: bytes more, from a place to a place, both included.
-        seconds: of compute in addition.
-        stalls: seconds in addition for which compute waits for copies.
+        repeats: for each computation that changes, whether it is repeated.
+        host_moves: by computation, how its results are copied to the host and back. None keeps them on the device.
+        runs_at: by computation, the new place where it runs again, or `NOWHERE`.
+        first, last: by value, the new first and last place in backward that needs it.
+        absent: the absences of all values on the host, changed or not.
+        spans: additional bytes, each with its first and its last place.
+        seconds: additional seconds of compute.
+        stalls: additional seconds for which compute waits for copies.
     """
 
     repeats: Mapping[int, bool]
@@ -47,22 +47,22 @@ class ResidencyChange(NamedTuple):
 
     @property
     def price(self) -> float:
-        """The seconds that the step takes in addition."""
+        """The additional seconds of the step."""
         return self.seconds + self.stalls
 
 
 class Residency:
-    """Which computations are repeated, whose results wait on the host, and what follows: places, bytes and seconds.
+    """The computations that are repeated and the results that wait on the host, with their places, bytes and seconds.
 
     Attributes:
         repeated: the computations that backward runs again, where one of their results is needed.
-        on_host: those whose results wait on the host, and how these are copied. They are not repeated.
-        absent: for each value on the host that backward needs, when it is not on the device.
+        on_host: the computations whose results wait on the host, and how these are copied. They are not repeated.
+        absent: the absence of each value on the host that backward needs.
         runs_at: for each computation, the place where it runs again, or `NOWHERE`.
         first, last: for each value, the first and the last place in backward that needs it.
         live: by operation, the live bytes.
-        seconds: of all that is computed again, and of the calls that start copies.
-        stalls: seconds for which compute waits for copies.
+        seconds: the seconds of all repeated computations, and of the calls that start copies.
+        stalls: the seconds for which compute waits for copies.
     """
 
     def __init__(self, model: Model, repeated: Collection[int] = ()) -> None:
@@ -84,7 +84,7 @@ class Residency:
         return int(self.live.max(initial=0))
 
     def recomputed(self) -> list[int]:
-        """The values that backward computes again."""
+        """The values that backward recomputes."""
         values: list[int] = []
         for i in sorted(self.repeated):
             if self.runs_at[i] != NOWHERE:
@@ -97,31 +97,36 @@ class Residency:
 
     @property
     def chosen_values(self) -> tuple[frozenset[int], frozenset[int]]:
-        """The values that backward computes again, and those that wait on the host."""
+        """The values that backward recomputes, and the values that wait on the host."""
         return frozenset(self.recomputed()), frozenset(self.waiting())
 
     @property
     def price(self) -> float:
-        """The seconds that the step takes in addition, as far as the model knows."""
+        """The additional seconds of the step, as far as the model knows."""
         return self.seconds + self.stalls
 
     def change(
         self, repeats: Mapping[int, bool], host_moves: HostMoves = _NO_HOST_MOVES
     ) -> ResidencyChange:
-        """What changes if computations join or leave those that are repeated, or whose results wait on the host."""
+        """The differences if some computations are repeated or not, or their results move or stay.
+
+        Args:
+            repeats: for each computation that changes, whether it is repeated.
+            host_moves: by computation, how its results are copied to the host and back. None keeps them on the device.
+        """
         model = self.model
         runs_at: dict[int, int] = {}
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         seconds = 0.0
-        # Later computations first: they say where earlier ones must run again.
-        waiting = [-i for i in repeats]
-        heapq.heapify(waiting)
+        # Later computations first: they determine where earlier ones must run again.
+        queue = [-i for i in repeats]
+        heapq.heapify(queue)
         queued = set(repeats)
-        while waiting:
-            i = -heapq.heappop(waiting)
+        while queue:
+            i = -heapq.heappop(queue)
             computation = model.computations[i]
-            # It runs right before the first of its results is needed; if none is needed, it does not run.
+            # It runs right before the first of its results is needed. If none is needed, it does not run.
             place = NOWHERE
             if repeats.get(i, i in self.repeated):
                 place = min(first.get(v, self.first[v]) for v in computation.droppable)
@@ -132,18 +137,18 @@ class Residency:
             # It runs once more, once less, or as often as before at another place.
             seconds += computation.seconds * ((place != NOWHERE) - (self.runs_at[i] != NOWHERE))
             for v in computation.args:
-                self._needed(v, runs_at, first, last)
+                self._update_needs(v, runs_at, first, last)
                 maker = model.values[v].maker
                 if v in first and maker not in queued and maker in self.repeated:
                     queued.add(maker)
-                    heapq.heappush(waiting, -maker)
+                    heapq.heappush(queue, -maker)
 
         absent, stalls = self._absences(host_moves, first)
         seconds += self._call_seconds(absent) - self._call_seconds(self.absent)
         spans = self._spans(repeats, first, last, absent)
-        more_stalls = stalls - self.stalls
+        additional_stalls = stalls - self.stalls
         return ResidencyChange(
-            repeats, host_moves, runs_at, first, last, absent, spans, seconds, more_stalls
+            repeats, host_moves, runs_at, first, last, absent, spans, seconds, additional_stalls
         )
 
     @property
@@ -153,14 +158,14 @@ class Residency:
         return self.model.link
 
     def _call_seconds(self, absent: Mapping[int, Absence]) -> float:
-        """The seconds of the calls that start both copies of values."""
+        """The seconds of the calls that start both copies of each value."""
         return 2 * self._link.call * len(absent) if absent else 0.0
 
     def _absences(
         self, host_moves: HostMoves, first: Mapping[int, int]
     ) -> tuple[Mapping[int, Absence], float]:
-        """When the values on the host are away, and the seconds for which compute waits for their copies."""
-        # All copies share the two lanes, so a value that is needed elsewhere may change every absence.
+        """The absences of the values on the host, and the seconds for which compute waits for their copies."""
+        # All copies share the two lanes, so a value that is needed at another place may change every absence.
         if not host_moves and not (self.on_host and first):
             return self.absent, self.stalls
         stays: list[Stay] = []
@@ -178,10 +183,10 @@ class Residency:
                     stalls += 2 * self._link.seconds(use.bytes)
         return absences(self._link, stays), stalls
 
-    def _needed(
+    def _update_needs(
         self, v: int, runs_at: Mapping[int, int], first: dict[int, int], last: dict[int, int]
     ) -> None:
-        """Note where backward needs a value if computations run again elsewhere."""
+        """Write to `first` and `last` where backward needs a value, if computations run again at `runs_at`."""
         earliest = self.model.values[v].use.first
         latest = self.model.values[v].use.last
         for reader in self.model.readers[v]:
@@ -201,7 +206,7 @@ class Residency:
         last: Mapping[int, int],
         absent: Mapping[int, Absence],
     ) -> tuple[tuple[int, int, int], ...]:
-        """The bytes that are live in addition, and those that are no longer live, as spans of places."""
+        """The differences in live bytes, as spans of places: negative for bytes that are no longer live."""
         model = self.model
         changed = {*first, *last}
         if absent is not self.absent:
@@ -231,7 +236,7 @@ class Residency:
         return tuple(spans)
 
     def apply(self, change: ResidencyChange) -> None:
-        """Make a change."""
+        """Apply a change."""
         for i, is_repeated in change.repeats.items():
             if is_repeated:
                 self.repeated.add(i)
@@ -267,7 +272,7 @@ class Residency:
 def _live_after_forward(
     value: Value, is_repeated: bool, first: int, last: int, absent: Absence | None
 ) -> list[tuple[int, int]]:
-    """When a value is live besides the time up to its last use in forward: at most two spans of places."""
+    """The spans of places where a value is live after its last use in forward: at most two."""
     if absent is not None and absent[0] <= absent[1]:
         left, returns = absent
         spans = (value.use.forward + 1, left - 1), (returns + 1, last)
