@@ -1,7 +1,7 @@
 """The times at which values of forward are not on the device, because they wait for backward on the host.
 
-The link to the host has two lanes beside compute, one in each direction. Values leave in the order in which they are
-computed, and return in the order in which backward needs them:
+The link to the host has two lanes beside compute, one in each direction. Values leave in the order of their
+computation, and return in the order of their first use in backward:
 
     out     a value starts to leave when it has been computed, and the values before it have left
     in      a value has returned when backward needs it, or when the next one must start to return

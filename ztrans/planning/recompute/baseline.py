@@ -1,8 +1,8 @@
-"""The step in which everything is kept: its choices of what to recompute or move, and estimates of their seconds.
+"""The step that keeps everything: its choices of what to recompute or move, and estimates of their seconds.
 
 To write the program of a choice and to plan it in full takes seconds. But a choice changes little of the scheduling
-problem: live bytes, and the places where compute takes longer. So the problem of the step in which everything is kept
-is written once. The changes of a choice are added to it, and a short search finds an order.
+problem: live bytes, and the places where compute takes longer. So the problem of the step that keeps everything is
+written once. The changes of a choice are added to it, and a short search finds an order.
 
 The estimate leaves out that recomputation may read a gathered parameter earlier than backward does, and that it gathers
 biases which backward does not read. Copies to the host take no part in the search. The chosen program is planned in
@@ -45,7 +45,7 @@ _LEAST_MOVED = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A step in which everything is kept. For a step in micro-batches, the last one, which has all regions.
+    """A step that keeps everything. For a step in micro-batches, the last one, which has all regions.
 
     Attributes:
         model: its values and computations.
@@ -126,7 +126,7 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     """The baseline of a step.
 
     Args:
-        graph: the program before it is sharded, in which backward recomputes nothing.
+        graph: the program before it is sharded, without recomputation in backward.
         hinted: the program of one rank, with hints and no order.
         cluster: the speeds, and the memory of the device.
     """

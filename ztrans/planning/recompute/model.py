@@ -12,8 +12,8 @@ The inputs of a repeated computation are needed where it runs again. So a kept i
 is recomputed or returns earlier. Values that depend on the state alone do not count here: parameters and their casts
 are available in backward anyway, or are gathered for it. Views are repeated with the storages that they show.
 
-The live bytes are those of the program in which nothing is recomputed or moved, as planning counts them (see
-`buffers`). A place is the number of one of its operations. `residency` has the changes that a choice makes.
+Live bytes are counted in the program without recomputation and moves, as planning counts them (see `buffers`). A place
+is the number of one of its operations. `residency` has the changes that a choice makes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def model_of(
     """The model of a program.
 
     Args:
-        graph: the program before it is sharded, in which backward recomputes nothing.
+        graph: the program before it is sharded, without recomputation in backward.
         seconds: the duration of each equation of `graph`.
         uses: the uses of the storages of `graph` in the program of one rank, by name.
         live: by operation, the live bytes of the program of one rank.

@@ -2,9 +2,9 @@
 
 Messages and activations share one limit of memory, and no formula divides it: a bucket that is live for longer may be
 worth more than the compute that makes room for it, or nothing. So several candidates are tried. The first one leaves
-to activations all bytes that messages do not need in every order. Each further one recomputes more, and so leaves more
-to messages. The last one recomputes the values that `remat()` recomputes without a limit. The seconds of each are
-estimated by a schedule (see `baseline`). The three that seem fastest are planned in full:
+to messages only the bytes that they need in every order. Each further one recomputes more, and so leaves them more.
+The last one recomputes the values that `remat()` recomputes without a limit. The seconds of each are estimated by a
+schedule (see `baseline`). The three that seem fastest are planned in full:
 
     program --> choose --> recompute --> shard, hint --> move to the host --> plan --> place copies --> simulate
 
@@ -38,7 +38,7 @@ from ..solver.validate import ScheduleError
 from .baseline import Baseline, baseline_of
 from .residency import Residency
 
-# The number of targets between the state and the peak of the step in which everything is kept.
+# The number of targets between the state and the peak of the step that keeps everything.
 _TARGETS = 12
 # The most candidates that are planned in full, and by what share one of them may seem slower than the fastest.
 _PLANS = 3
@@ -90,7 +90,7 @@ def plan_recomputation(
     """Choose the values that a step recomputes and that wait on the host, and make its plan.
 
     Args:
-        graph: the program before it is sharded, in which backward recomputes nothing.
+        graph: the program before it is sharded, without recomputation in backward.
         hinted: the program of one rank, with hints and no order.
         lower: applies the other transforms to a program, to get the program of one rank, and moves values to the host.
         cluster: the speeds, and the memory of the device.
@@ -105,7 +105,7 @@ def plan_recomputation(
 
 
 def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
-    """The choices within a limit that may be the fastest, the least recomputation first, and that of `remat()` last."""
+    """The choices within a limit that may be the fastest: the least recomputation first, the one of `remat()` last."""
     candidates: list[Candidate] = []
     choices: set[Hashable] = set()
     least_seconds = float("inf")
@@ -177,7 +177,7 @@ class _Planner:
                 best = planned
 
         if best is None:
-            # `make_plan` also tries the order in which the program was written.
+            # `make_plan` also tries the program as it was written.
             best = self._plan(self.baseline.lowest, make_plan)
         if best is None:
             raise self._does_not_fit()
@@ -250,7 +250,7 @@ class _Planner:
         """The error that no plan fits the limit. It names a limit within which a plan was found.
 
         The search finds other orders within other limits, so the order with the lowest peak so far may not be found
-        again. The order in which the program was written is always found within its own peak.
+        again. The written order is always found within its own peak.
         """
         hinted = self._rewritten(self.baseline.lowest)
         least = min((error.least for error in self.errors), key=lambda needed: needed.peak)

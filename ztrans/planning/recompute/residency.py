@@ -32,7 +32,7 @@ class ResidencyChange(NamedTuple):
         absent: the absences of all values on the host, changed or not.
         spans: additional bytes, each with its first and its last place.
         seconds: additional seconds of compute.
-        stalls: additional seconds for which compute waits for copies.
+        stalls: additional seconds that compute waits for copies.
     """
 
     repeats: Mapping[int, bool]
@@ -62,7 +62,7 @@ class Residency:
         first, last: for each value, the first and the last place in backward that needs it.
         live: by operation, the live bytes.
         seconds: the seconds of all repeated computations, and of the calls that start copies.
-        stalls: the seconds for which compute waits for copies.
+        stalls: the seconds that compute waits for copies.
     """
 
     def __init__(self, model: Model, repeated: Collection[int] = ()) -> None:
@@ -164,7 +164,7 @@ class Residency:
     def _absences(
         self, host_moves: HostMoves, first: Mapping[int, int]
     ) -> tuple[Mapping[int, Absence], float]:
-        """The absences of the values on the host, and the seconds for which compute waits for their copies."""
+        """The absences of the values on the host, and the seconds that compute waits for their copies."""
         # All copies share the two lanes, so a value that is needed at another place may change every absence.
         if not host_moves and not (self.on_host and first):
             return self.absent, self.stalls

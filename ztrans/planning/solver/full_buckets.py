@@ -43,8 +43,8 @@ def gather_buckets(
 
     buckets: list[MemberIndices] = []
     for indices in grouped((problem.gathers[i].key, i) for i in among).values():
-        # Fill from the last use to the first: the room of a bucket is counted at its first use, so that of the member
-        # that was added last.
+        # Fill from the last use to the first: the room of a bucket is counted at its first use, which is then the use
+        # of the member that was added last.
         last_first = list(_filled(problem, problem.gathers, indices[::-1], full, fits))
         for members in reversed(last_first):
             buckets.append(members[::-1])

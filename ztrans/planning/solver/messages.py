@@ -135,7 +135,7 @@ class ReductionBytes:
         sent, allocated: the buffers that begin at its start, and at its wait.
         awaiting: the results of other reductions that are live until its wait.
         staying: the buffers that are live after its wait, without temporaries.
-        temporaries: those of the updates after its wait, as in `Reduction`.
+        temporaries: the temporaries of the updates after its wait, as in `Reduction`.
     """
 
     def __init__(self, members: Sequence[Reduction]) -> None:

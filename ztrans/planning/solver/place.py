@@ -85,7 +85,7 @@ class Lane:
         next_place: the place at which the first of them is considered.
         last_sent: the number of the last message that was sent.
         clear: the time at which that message arrives if no other lane slows it down.
-        work: the seconds of all its messages, and the seconds in which it was idle so far.
+        work: the seconds of all its messages, and its idle seconds so far.
     """
 
     name: str
@@ -520,7 +520,7 @@ class _Simulation:
             self._check_at(first_wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
-        """Run the updates that can run here, also those that are released here."""
+        """Run the updates that can run here, including the ones that are released here."""
         self.clock += self.updates.seconds(place)
 
     def _wait(self, first: ReductionInFlight, place: int) -> None:

@@ -78,7 +78,7 @@ class Wire(NamedTuple):
     tree: tuple[float, float] | None = None
 
     def travel(self, wire_bytes: int) -> tuple[float, float]:
-        """The latency of a message and the seconds in which its bytes move, over the ring or the tree."""
+        """The latency of a message and the seconds of its bytes, over the tree if that is faster."""
         routes = [(self.latency, self.pace * wire_bytes)]
         if self.tree is not None:
             latency, pace = self.tree
@@ -87,7 +87,7 @@ class Wire(NamedTuple):
 
     @property
     def least_latency(self) -> float:
-        """The lower latency of the ring and the tree."""
+        """The lower latency of the two routes."""
         return self.latency if self.tree is None else min(self.latency, self.tree[0])
 
 
