@@ -62,7 +62,7 @@ def test_other_files_are_not_deleted(tmp_path):
     assert "file is a file; choose a new name" in refused(tmp_path / "file")
     zt.save(tmp_path / "run", state(1.0)).result()
     (tmp_path / "run" / "tokenizer.json").write_text("keep")
-    assert "has other files than those of a checkpoint, such as tokenizer.json" in refused(
+    assert "has files that are not part of a checkpoint, such as tokenizer.json" in refused(
         tmp_path / "run"
     )
     assert value_of(tmp_path / "run") == 1.0

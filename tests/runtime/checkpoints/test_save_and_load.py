@@ -130,7 +130,7 @@ def test_a_failed_save_says_so_at_once_and_leaves_the_checkpoint_whole(
     monkeypatch.setattr(FolderWriter, "write_data", fails)
     for k in range(1, 4):  # each failure is told, also one like that before
         future = zt.save(tmp_path / "a", pytree.tree_map(lambda x: x + 1, state))
-        with pytest.raises(RuntimeError, match=r"A checkpoint that it had before is whole."):
+        with pytest.raises(RuntimeError, match=r"An earlier checkpoint at this path is intact."):
             future.result()
         text = f"save: {tmp_path / 'a'} was not written. OSError: No space left on device."
         assert [record.message.startswith(text) for record in caplog.records] == [True] * k

@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_in_mid_save_leaves_the_old_checkpoint_whole():
     assert second.code == -9
     assert first.code == 0, first.errors
     report = first.reports["save"]
-    assert "was not written" in report["text"] and "before is whole" in report["text"]
+    assert "was not written" in report["text"] and "is intact" in report["text"]
     assert report["whole"]
 
 

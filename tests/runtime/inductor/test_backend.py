@@ -108,7 +108,7 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     assert [x.data_ptr() for x in mine.values()] == homes
     program = compiled.binding.local_program.function.program
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
-    written = [k for kernel in kernels for k in kernel.written if k is not None]
+    written = [k for kernel in kernels for k in kernel.destinations if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
     assert not torch.equal(held.t(), before), (
         "the next step does not write into an output of this one"

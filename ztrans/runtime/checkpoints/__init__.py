@@ -1,1 +1,1 @@
-"""Write a state to files while steps go on, and read it in the layouts of a step."""
+"""Save a state to files while steps go on, and load it in the layouts of a step."""

@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: its names, the checksums of its files, and how it replaces the one before.
+"""A checkpoint's folder on disk: its names, its checksums, and how it replaces the previous checkpoint.
 
-A save makes a new folder beside the checkpoint `x`, called `x.ztrans-1a2b3c4d.partial`, with eight digits that are new
-for each save. If all files are right, the checkpoint before is renamed to `x.ztrans-1a2b3c4d.old`, the new folder to
-`x`, and the old one is deleted. So a folder called `x` is always complete, and if `x` is missing because the process
-was killed between the two renames, the old one is.
+A save to `x` fills a new folder beside it, `x.ztrans-1a2b3c4d.partial`, with eight digits that differ for each save.
+Once its files have been checked, the previous checkpoint is renamed to `x.ztrans-1a2b3c4d.old`, the new folder to `x`,
+and the old folder is deleted. So a folder called `x` is always complete. If the process is killed between the two
+renames, `x` is missing, and the old folder is the complete checkpoint.
 
-The file `ztrans.json` in it says that a save made the folder, and has a checksum for each record of the other files.
-Only folders that have such a name and this file are ever deleted.
+The file `ztrans.json` shows that a save made the folder, and holds a checksum for each record of the other files.
+Only folders with such a name and this file are ever deleted.
 """
 
 from __future__ import annotations
@@ -22,52 +22,58 @@ from pathlib import Path
 
 _MARKER = "ztrans.json"
 _INDEX = ".metadata"  # written by torch.distributed.checkpoint
-_CHUNK = 1 << 20  # bytes that are read at a time
+_CHUNK = 1 << 20  # bytes read at a time
 
-# By file name: offset, length and checksum of each record. The last record ends at the end of the file.
+# By file name: the offset, length and checksum of each record. The last record ends where the file ends.
 Checksums = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint is not as `save` wrote it."""
+    """A file of a checkpoint is missing, or differs from what `save` wrote."""
 
 
 def real_path(path: Path) -> Path:
-    """Where the folder of a checkpoint is, or will be: absolute, and without links.
+    """The absolute path of a checkpoint's folder, with all links resolved.
 
-    The new folder is made beside it, so it is on the same disk, and a rename replaces the checkpoint at once.
+    A save makes its new folder beside this one: on the same disk, so that a rename can replace the checkpoint.
     """
     return path.absolute().resolve()
 
 
 def unfinished_name(target: Path, nonce: str) -> Path:
-    """The folder that a save writes before it is complete; the nonce is new for each save."""
+    """The folder that a save fills before it is complete. The nonce differs for each save."""
     return target.with_name(f"{target.name}.ztrans-{nonce}.partial")
 
 
 def index_of(folder: Path) -> Path:
-    """The file that makes a folder a checkpoint."""
+    """The index of a checkpoint. A folder without one is not a checkpoint."""
     return folder / _INDEX
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `save` or torch.distributed.checkpoint has completed a folder."""
+    """Whether a folder is a complete checkpoint, of `save` or of torch.distributed.checkpoint."""
     return index_of(folder).is_file()
 
 
 def committed(path: Path) -> Path | None:
-    """The folder of the last complete checkpoint with this path, or None if there is none."""
+    """The folder of the last complete checkpoint at this path, or None."""
     target = real_path(path)
-    return next(filter(is_checkpoint, [target, *_siblings(target, "old")]), None)
+    for folder in (target, *_siblings(target, "old")):
+        if is_checkpoint(folder):
+            return folder
+    return None
 
 
 def has_unfinished(path: Path) -> bool:
-    """Whether a save to this path has begun and has not ended."""
+    """Whether a save to this path has begun without completing."""
     return bool(_siblings(real_path(path), "partial"))
 
 
 def check_replaceable(target: Path) -> None:
-    """Raises: FileExistsError if a save to this path would delete what no save has written."""
+    """Check that a save to this path would delete nothing but a checkpoint.
+
+    Raises: FileExistsError if it would.
+    """
     if not target.exists():
         return
     if not target.is_dir():
@@ -79,16 +85,16 @@ def check_replaceable(target: Path) -> None:
     names = sorted(file.name for file in target.iterdir())
     if names and _INDEX not in names:
         raise FileExistsError(f"{target} exists and is not a checkpoint; choose a new name")
-    others = [name for name in names if not _is_written_by_save(name)]
-    if others:
+    foreign_names = [name for name in names if not _is_written_by_save(name)]
+    if foreign_names:
         raise FileExistsError(
-            f"{target} has other files than those of a checkpoint, such as {others[0]}, which a save would delete; "
-            f"move them, or choose a new name"
+            f"{target} has files that are not part of a checkpoint, such as {foreign_names[0]}, and a save would "
+            f"delete them; move them, or choose a new name"
         )
 
 
 def make(folder: Path) -> None:
-    """Make the folder that a save fills. Unfinished folders of earlier saves to the same path are deleted first."""
+    """Delete unfinished folders of earlier saves to the same path, and make the folder that a save fills."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     target = folder.with_name(folder.name.rsplit(".ztrans-", 1)[0])
     for unfinished in _siblings(target, "partial"):
@@ -98,14 +104,14 @@ def make(folder: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Delete a folder that a save has made. What cannot be deleted stays."""
+    """Delete a folder made by a save. Files that cannot be deleted stay, without an error."""
     if not (folder / _MARKER).is_file():
         # A process that was killed in `make` or here leaves an empty folder.
         with contextlib.suppress(OSError):
             folder.rmdir()
         return
-    # The index goes first, and the marker last: if the process is killed in between, the rest is not a checkpoint, and
-    # can still be deleted.
+    # Delete the index first and the marker last. If the process is killed in between, the rest is not taken for a
+    # checkpoint, and can still be deleted.
     for path in sorted(
         folder.iterdir(), key=lambda path: (path.name == _MARKER, path.name != _INDEX)
     ):
@@ -116,7 +122,7 @@ def delete(folder: Path) -> None:
 
 
 def replace(target: Path, folder: Path) -> None:
-    """Rename a complete folder to `target`, which is beside it. The checkpoint that had this name is deleted."""
+    """Rename a complete folder to `target`, which is beside it, and delete the checkpoint that had this name."""
     _sync(folder)
     if is_checkpoint(target):
         for old in _siblings(target, "old"):
@@ -132,33 +138,33 @@ def replace(target: Path, folder: Path) -> None:
 
 
 def write_checksums(folder: Path, checksums: Checksums) -> None:
-    """Write the checksums of the files of a folder, and of its index, into its marker."""
+    """Write the checksums of a folder's files, and of its index, into its marker."""
     index = index_of(folder)
     size = index.stat().st_size
     with index.open("rb") as file:
-        checksum_of_index = checksum(file, 0, size)
-    _write_marker(folder, {**checksums, _INDEX: [(0, size, checksum_of_index)]})
+        index_checksum = checksum(file, 0, size)
+    _write_marker(folder, {**checksums, _INDEX: [(0, size, index_checksum)]})
 
 
 def read_checksums(folder: Path) -> Checksums:
-    """The checksums of a folder; none if torch.distributed.checkpoint alone wrote it.
+    """The checksums of a folder's files; none if torch.distributed.checkpoint wrote it.
 
-    Raises: Damaged if the marker, which has them, is damaged.
+    Raises: Damaged if the marker, which holds them, is damaged.
     """
     marker = folder / _MARKER
     if not marker.exists():
         return {}
-    body, _, sum_of_body = marker.read_bytes().partition(b"\n")
-    if f"{zlib.crc32(body):08x}".encode() != sum_of_body.strip():
+    body, _, body_checksum = marker.read_bytes().partition(b"\n")
+    if f"{zlib.crc32(body):08x}".encode() != body_checksum.strip():
         raise Damaged(f"{marker} is damaged.")
     return json.loads(body)["files"]
 
 
 def checksum(file: io.BufferedReader, offset: int, length: int) -> int:
-    """The CRC-32 of a part of a file, or of less if the file ends earlier.
+    """The CRC-32 of `length` bytes of a file from `offset` on, or of fewer if the file ends earlier.
 
-    On one core of an EPYC, zlib computes 2.3 GB/s, SHA-256 1.4 with the CPU's own instructions, and BLAKE2b 0.7. The
-    checksum finds damage; it does not protect against an attacker.
+    On one core of an EPYC, zlib computes it at 2.3 GB/s; SHA-256 reaches 1.4 with the CPU's own instructions, and
+    BLAKE2b 0.7. The checksum detects damage; it does not protect against an attacker.
     """
     file.seek(offset)
     buffer = memoryview(bytearray(min(length, _CHUNK)))
@@ -175,7 +181,7 @@ def checksum(file: io.BufferedReader, offset: int, length: int) -> int:
 def check_file(
     folder: Path, name: str, checksums: Checksums, offsets: set[int] | None = None
 ) -> None:
-    """Compare a file with its checksums: its length, and the records that begin at `offsets`, by default all.
+    """Check the length of a file, and the records that begin at `offsets`: all of them by default.
 
     Raises: Damaged, with the name of the file.
     """
@@ -187,17 +193,17 @@ def check_file(
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != written_size:
-            raise Damaged(f"{path} has {size} bytes, and {written_size} were written.")
+            raise Damaged(f"{path} has {size} bytes, but {written_size} were written.")
         for offset, length, expected in records:
-            is_asked = offsets is None or offset in offsets
-            if is_asked and checksum(file, offset, length) != expected:
+            is_selected = offsets is None or offset in offsets
+            if is_selected and checksum(file, offset, length) != expected:
                 raise Damaged(
-                    f"{path} is damaged: bytes {offset} to {offset + length} are not those that were written."
+                    f"{path} is damaged: bytes {offset} to {offset + length} differ from those written."
                 )
 
 
 def _siblings(target: Path, kind: str) -> list[Path]:
-    """The folders that saves to a path have left beside it, of a kind: partial or old."""
+    """The folders that saves to `target` have left beside it, of one kind: partial or old."""
     pattern = re.compile(rf"{re.escape(target.name)}\.ztrans-[0-9a-f]{{8}}\.{kind}")
     if not target.parent.is_dir():
         return []
@@ -217,7 +223,7 @@ def _write_marker(folder: Path, checksums: Checksums) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Read a state in the layouts that a step needs."""
+"""Load a state from a checkpoint, in the layouts that a step needs."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ State = TypeVar("State")
 
 
 def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
-    """Read a state, in the layouts that `step` needs. All ranks must call it.
+    """Load a state in the layouts that `step` needs. All ranks must call it.
 
-    It waits for a save that runs, and all ranks read the same checkpoint. The number of ranks, the mesh, the axis and
-    the stage may differ from those with which it was saved. Each rank reads its own parts only, and compares them with
-    the checksums that `zt.save` stored. Values are converted to the dtypes of `like`. Other leaves of the checkpoint
-    are not read.
+    It first waits for a save in progress. All ranks read the same checkpoint, each rank only its own parts, and verify
+    the checksums that `zt.save` stored. The number of ranks, the mesh, the axis and the stage may have changed since
+    the save. Values are converted to the dtypes of `like`. Leaves that `like` does not have are not read.
 
     Args:
-        path: what `zt.save` or `torch.distributed.checkpoint` has written.
-        like: a state with the structure, shapes and dtypes to read, such as that of `zt.lift`. It does not change. Its
-            tensors may be on meta.
+        path: a checkpoint of `zt.save` or `torch.distributed.checkpoint`.
+        like: a state with the structure, shapes and dtypes to load, such as the one from `zt.lift`. It does not change.
+            Its tensors may be on meta.
         step: the step that will use the state.
 
-    Returns: The state, a new one, as `step.shard` returns it.
+    Returns: A new state, as `step.shard` returns it.
 
-    Raises: FileNotFoundError if there is no complete checkpoint; ValueError if it has not all leaves of `like`, or
-        leaves of other shapes, or values that `like` cannot hold, such as complex ones in a real leaf or 300 in an
+    Raises: FileNotFoundError if there is no complete checkpoint; ValueError if the checkpoint lacks a leaf of `like`,
+        has a leaf of another shape, or values that `like` cannot hold, such as complex ones in a real leaf or 300 in an
         int8, if a file is damaged, or if `path` is the file of an ordinary model; RuntimeError if ranks find different
         checkpoints, or another rank cannot load its part.
 
@@ -65,39 +64,45 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     leaves, tree = pytree.tree_flatten(like)
     with interrupts_end(getattr(step, "mesh", None), "load"):
         wait_for_saves()
-        # The step lays out a state without values. Then each rank reads its parts in place.
+        # The step lays out a state without values, into which each rank then reads its parts.
         blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
         shard = getattr(step, "shard", None)
         sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
         mesh = mesh_of_state(sharded)
         checkpoint = _agreed_checkpoint(path, leaves_by_name, mesh)
         with _failing_together(mesh):
-            parts = [_allocated(part, leaf) for part, leaf in zip(sharded, leaves)]
+            parts = [_memory_for(part, leaf) for part, leaf in zip(sharded, leaves)]
             checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
         new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
         return pytree.tree_unflatten(new_leaves, tree)
 
 
 class _Checkpoint:
-    """A checkpoint to read. `kinds` has the shape and dtype of each tensor by name; `digest` differs for each save."""
+    """A checkpoint to load.
+
+    Attributes:
+        digest: a hash of the index, which differs for each save.
+        kinds: the shape and dtype of each tensor, by name.
+    """
 
     def __init__(self, path: Path) -> None:
         index = folder.index_of(path)
-        with _naming(index):
+        with _errors_about(index):
             self._reader = _Reader(path)
             self.digest = hashlib.sha256(index.read_bytes()).hexdigest()
             self._metadata = self._reader.read_metadata()
         self.kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, x in self._metadata.state_dict_metadata.items():
-            if isinstance(x, TensorStorageMetadata):
-                self.kinds[name] = tuple(x.size), x.properties.dtype
+        for name, entry in self._metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.kinds[name] = tuple(entry.size), entry.properties.dtype
 
     def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Read this rank's part of each tensor in place. Nothing is communicated.
+        """Read this rank's part of each tensor into `parts`, without communication.
 
-        Raises: ValueError for an integer that does not fit into the dtype of its part.
+        Raises: ValueError if an integer does not fit the dtype of its part.
         """
-        # A copy into a narrower dtype would drop the upper bits, so such parts are read in the dtype of the file first.
+        # A copy into a narrower integer dtype would drop the upper bits, so read such parts in the dtype of the file
+        # first, and check their range.
         as_saved = dict(parts)
         for name, part in parts.items():
             saved = self.kinds[name][1]
@@ -119,7 +124,7 @@ class _Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint, and compares each record with its checksum. Checkpoints that DCP itself wrote have none."""
+    """Reads a checkpoint, and verifies the checksum of each record. Checkpoints written by DCP itself have none."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -132,17 +137,17 @@ class _Reader(dcp.FileSystemReader):
         return super().read_metadata(*args, **options)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        """Read the parts that a plan names. A file is checked before it is read, record by record."""
+        """Read the parts of a plan, file by file. The records of a file are checked before it is read."""
         records = [(self.storage_data[item.storage_index], item) for item in plan.items]
         by_file = grouped((record.relative_path, (record.offset, item)) for record, item in records)
         for name, parts in by_file.items():
-            with _naming(self._folder / name):
+            with _errors_about(self._folder / name):
                 self._check(name, {offset for offset, _ in parts})
                 items = [item for _, item in parts]
                 super().read_data(dataclasses.replace(plan, items=items), planner).wait()
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        finished: torch.futures.Future[None] = torch.futures.Future()
+        finished.set_result(None)
+        return finished
 
     def _check(self, name: str, offsets: set[int] | None = None) -> None:
         if self._checksums:
@@ -152,14 +157,14 @@ class _Reader(dcp.FileSystemReader):
 def _agreed_checkpoint(
     path: Path, leaves_by_name: Mapping[str, Any], mesh: DeviceMesh | None
 ) -> _Checkpoint:
-    """The checkpoint at a path, which all ranks of the mesh find, and which has these leaves."""
+    """The checkpoint at a path, after a check that it has these leaves, and that all ranks have found the same one."""
     try:
         checkpoint = _Checkpoint(_complete_folder(path))
         _check_fits(checkpoint.kinds, path, leaves_by_name)
     except Exception as error:
         if mesh is not None:
             failure = Failure("load", f"{type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the error of this rank says more
+            with contextlib.suppress(RuntimeError):  # the error of this rank is more specific
                 agree(process_groups(mesh), "load", failure, lambda by_rank: "")
         raise
     if mesh is not None:
@@ -169,31 +174,32 @@ def _agreed_checkpoint(
 
 @contextlib.contextmanager
 def _failing_together(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Run a part of a load. If it fails on one rank, all ranks raise.
+    """A context that raises on all ranks if its body fails on one of them.
 
-    Raises: the error of this rank; otherwise RuntimeError with the error of another one.
+    Raises: the error of this rank, or else RuntimeError with the error of another rank.
     """
-    mine = None
+    own_error = None
     try:
         yield
     except Exception as error:
-        mine = error
+        own_error = error
     if mesh is not None:
-        texts = everywhere(f"{type(mine).__name__}: {mine}" if mine is not None else "", mesh)
+        own_text = f"{type(own_error).__name__}: {own_error}" if own_error is not None else ""
+        texts = everywhere(own_text, mesh)
         failures = [
             f"rank {rank} has failed with {text}"
             for rank, text in zip(mesh.mesh.flatten().tolist(), texts)
             if text
         ]
-        if failures and mine is None:
+        if failures and own_error is None:
             raise RuntimeError(f"load: {failures[0]}")
-    if mine is not None:
-        raise mine
+    if own_error is not None:
+        raise own_error
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Name the file in errors about it."""
+def _errors_about(file: Path) -> Iterator[None]:
+    """Turn every error inside into a ValueError that names the file."""
     try:
         yield
     except folder.Damaged as error:
@@ -205,10 +211,10 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
-    """What an error says about ranks that find checkpoints with different digests."""
+    """The error text for ranks that have found checkpoints with different digests."""
     by_digest = grouped((digest, rank) for rank, digest in by_rank.items())
     lines = "".join(
-        f"  {rank_names(same)} found {digest[:8]}\n" for digest, same in by_digest.items()
+        f"  {rank_names(ranks)} found {digest[:8]}\n" for digest, ranks in by_digest.items()
     )
     return (
         f"  They have found different checkpoints:\n{lines}"
@@ -217,7 +223,10 @@ def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
 
 
 def _complete_folder(path: Path) -> Path:
-    """The folder of a complete checkpoint."""
+    """The folder of the complete checkpoint at a path.
+
+    Raises: FileNotFoundError or ValueError if there is none.
+    """
     complete = folder.committed(path)
     if complete is not None:
         return complete
@@ -227,9 +236,9 @@ def _complete_folder(path: Path) -> Path:
             f"Load it into the model before zt.lift: model.load_state_dict(...). If only rank 0 can hold the whole "
             f"model, build it on meta on the other ranks, and call step.shard(state, source=0)."
         )
-    begun = " The first save to it has failed, was killed, or runs in another program."
+    hint = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
-        f"load: {path} is not a checkpoint.{begun if folder.has_unfinished(path) else ''}\nzt.save writes one."
+        f"load: {path} is not a checkpoint.{hint if folder.has_unfinished(path) else ''}\nzt.save writes one."
     )
 
 
@@ -238,12 +247,13 @@ def _check_fits(
     path: Path,
     leaves_by_name: Mapping[str, Any],
 ) -> None:
+    """Raises: ValueError if leaves are missing, have another shape, or a dtype that cannot hold the saved values."""
     missing = [name for name in leaves_by_name if name not in kinds]
     if missing:
         raise ValueError(
             f"load: {path} does not fit the state.\n"
             f"  The checkpoint does not have {first_names(missing)}.\n"
-            f"`like` lists the leaves to read: give it those that the checkpoint has."
+            f"`like` lists the leaves to read: leave out what the checkpoint does not have."
         )
     for name, leaf in leaves_by_name.items():
         saved_shape, saved_dtype = kinds[name]
@@ -267,9 +277,9 @@ def _is_integral(dtype: torch.dtype) -> bool:
 
 
 def _check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises: ValueError if one of these integers does not fit into a dtype."""
+    """Raises: ValueError if one of these integers does not fit `dtype`."""
     local = values.to_local() if isinstance(values, DTensor) else values
-    # Torch has no minimum of unsigned dtypes wider than a byte.
+    # In NumPy, because torch has no minimum of unsigned dtypes wider than a byte.
     array = local.cpu().numpy()
     limits = torch.iinfo(dtype)
     if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
@@ -280,14 +290,14 @@ def _check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _blank(leaf: Any) -> Any:
-    """A leaf without values, for `Step.shard`, which allocates only this rank's part of it."""
+    """A leaf without values, so that `Step.shard` allocates only this rank's part of it."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
-def _allocated(part: Any, like: Any) -> torch.Tensor:
-    """Memory for a part: what `Step.shard` has allocated, or else, without a mesh, a tensor on the device of `like`."""
+def _memory_for(part: Any, like: Any) -> torch.Tensor:
+    """Memory for a part: as `Step.shard` allocated it, or without a mesh a new tensor on the device of `like`."""
     if not isinstance(part, torch.Tensor):
         return as_tensor(part)
     if not part.is_meta:
@@ -298,6 +308,6 @@ def _allocated(part: Any, like: Any) -> torch.Tensor:
 
 
 def _as_like(part: torch.Tensor, like: Any) -> Any:
-    """A loaded part; a number where `like` has one and the step has no mesh."""
+    """A loaded part, as a number if `like` is a number and the step has no mesh."""
     is_number = not isinstance(like, torch.Tensor) and not isinstance(part, DTensor)
     return type(like)(part.item()) if is_number else part

@@ -1,8 +1,8 @@
-"""Write a state while steps go on.
+"""Save a state as a checkpoint while steps go on.
 
-A checkpoint is a folder in the format of torch.distributed.checkpoint. It is written in a new folder beside it (see
-`folder`). Once all ranks have written and the files are on the disk, each rank checks the files of another rank. Then
-the new folder takes the name of the checkpoint. So a folder with that name is always complete.
+A checkpoint is a folder in the format of torch.distributed.checkpoint. All ranks write to a new folder beside it (see
+`folder`). Once the files are on disk, each rank checks the files of another rank. Then the new folder takes the name of
+the checkpoint, so a folder with that name is always complete.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from ..state import mesh_of_state
 from . import folder
 
 log = logging.getLogger("ztrans")
-_running: list[Future[Path]] = []  # the save in progress
+_saves_in_progress: list[Future[Path]] = []  # at most one
 
 
 def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
-    """Write a state. All ranks must call it.
+    """Save a state as a checkpoint. All ranks must call it.
 
-    The parts of this rank are copied; then the call returns, and a thread writes the copies, so steps may go on. The
-    ranks write together into a new folder, which has to be on a file system of all ranks, and check it. It takes the
-    name `path` when it is complete; a checkpoint that had this name is deleted. A save waits for the one before.
+    The call copies this rank's parts and returns, and a thread writes the copies while steps go on. All ranks write to
+    one new folder, on a file system that they must share, and check its files. The complete folder takes the name
+    `path`, and a checkpoint that had this name is deleted. A save first waits for the previous one.
 
     Args:
-        path: the folder, or a link to it. A relative one begins at the working folder of this call.
-        state: a pytree of DTensors, tensors and numbers, as the state of a step is.
+        path: the folder of the checkpoint, or a link to it. A relative path begins at the current working folder.
+        state: a pytree of DTensors, tensors and numbers, such as the state of a step.
 
-    Returns: A future; its `result()` waits until the checkpoint is complete, and is its absolute path. If the save
-        fails, it raises RuntimeError, and the logger "ztrans" logs an error at once.
+    Returns: A future. Its `result()` waits until the checkpoint is complete, and returns its absolute path. If the save
+        fails, `result()` raises RuntimeError, and the logger "ztrans" logs an error at once.
 
     Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
-        nor a number; RuntimeError if the state is half updated, the ranks do not all call it with one path, or copies
-        of a leaf differ: a checkpoint has only one of them.
+        nor a number; RuntimeError if the state is half updated, if not all ranks call it with the same path, or if
+        copies of a leaf differ, because a checkpoint holds only one of them.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -78,7 +78,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     leaves = list(leaves_by_name.values())
     tensors = {name: _tensor(name, leaf) for name, leaf in leaves_by_name.items()}
     check_ended(leaves, "save")
-    wait_for_saves()  # so that there is one copy of the state at a time
+    wait_for_saves()  # so that only one copy of the state exists at a time
     mesh = mesh_of_state(leaves)
     channel = None
     nonce = secrets.token_hex(4)
@@ -87,37 +87,41 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
         nonce = from_first(nonce, mesh)
     writer = FolderWriter(target, nonce)
     try:
-        staged = writer.stage(tensors)
+        copies = writer.stage(tensors)
         executor = ThreadPoolExecutor(1, "ztrans-save")
-        future = executor.submit(_write_folder, writer, staged, channel)
+        future = executor.submit(_write_folder, writer, copies, channel)
     except BaseException as error:
         if channel is not None:
-            writer.give_up(error, channel)
+            writer.fail_on_all_ranks(error, channel)
         raise
     executor.shutdown(wait=False)
-    _running[:] = [future]
+    _saves_in_progress[:] = [future]
     return future
 
 
 def wait_for_saves() -> None:
-    """Wait until no save of this process runs. If one fails, it has said so."""
-    wait(_running)
+    """Wait until this process has no save in progress. A save that fails logs its error itself."""
+    wait(_saves_in_progress)
 
 
 def _tensor(name: str, leaf: Any) -> torch.Tensor:
+    """A leaf of the state as a tensor to write.
+
+    Raises: TypeError if it is neither a tensor nor a number.
+    """
     if not isinstance(leaf, torch.Tensor | Real) or isinstance(leaf, bool):
         raise TypeError(f"save: state {name} is {leaf!r}; a state holds tensors and numbers.")
     tensor = as_tensor(leaf).detach()
-    # FolderWriter.stage copies no DTensor without dims, in torch 2.13. These are whole on every rank.
+    # In torch 2.13, FolderWriter.stage does not copy a DTensor without dims. It is whole on every rank.
     return tensor.to_local() if isinstance(tensor, DTensor) and not tensor.ndim else tensor
 
 
 def _agreed_channel(
     target: Path, tensors: Mapping[str, torch.Tensor], steps: int, mesh: DeviceMesh
 ) -> Channel:
-    """Check that all ranks save the same state, in which copies of a leaf have the same values.
+    """Check that all ranks save the same state to the same path, with equal values in all copies of a leaf.
 
-    Returns: the channel on which they save it. From here on a rank that fails must tell the others, by `give_up`.
+    Returns: the channel for the save. From here on, a rank that fails must call `fail_on_all_ranks`.
     """
     axes = []
     digests = []
@@ -134,7 +138,7 @@ def _agreed_channel(
         all_steps = {rank: count for rank, (_, count, _) in by_rank.items()}
         if len(set(all_steps.values())) > 1:
             return different_steps(all_steps)
-        all_digests = {rank: of_rank for rank, (_, _, of_rank) in by_rank.items()}
+        all_digests = {rank: rank_digests for rank, (_, _, rank_digests) in by_rank.items()}
         different = different_leaf(mesh, axes, all_digests)
         if different is None:
             return ""
@@ -153,7 +157,7 @@ def _agreed_channel(
 
 
 def _different_paths(paths: Mapping[str, Sequence[int]]) -> str:
-    """What an error says about ranks that save to different paths."""
+    """The error text for ranks that save to different paths."""
     lines = "".join(f"  {rank_names(ranks)}: save to {path}\n" for path, ranks in paths.items())
     return (
         f"{lines}The ranks write one checkpoint together: pass the same path, on a file system of all ranks. A "
@@ -162,35 +166,41 @@ def _different_paths(paths: Mapping[str, Sequence[int]]) -> str:
 
 
 def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
-    """The axes of the mesh over which ranks have copies of a leaf. The leaf may live on some of them only."""
-    cut_axes: list[str] = []
+    """The axes of the mesh along which ranks hold copies of a leaf, whose own mesh may have only some of these axes."""
+    split_axes: list[str] = []
     if isinstance(x, DTensor):
         for (axis, _), placement in zip(mesh_axes(x.device_mesh), x.placements):
             if not isinstance(placement, Replicate):
-                cut_axes.append(axis)
-    return [axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(cut_axes)]
+                split_axes.append(axis)
+    return [
+        axis for axis, size in mesh_axes(mesh) if size > 1 and axis not in members_of(split_axes)
+    ]
 
 
 def _write_folder(
     writer: FolderWriter,
-    staged: Mapping[str, torch.Tensor],
+    copies: Mapping[str, torch.Tensor],
     channel: Channel | None,
 ) -> Path:
+    """Write the copies of a state as a checkpoint, in the thread of a save. Returns its path.
+
+    Raises: RuntimeError, which is also logged, if it fails.
+    """
     try:
-        writer.write(staged, channel)
+        writer.write(copies, channel)
     except BaseException as error:
         writer.discard()
         text = (
-            f"save: {writer.path_of_call} was not written. {_causes(error)}\n"
-            f"A checkpoint that it had before is whole."
+            f"save: {writer.requested_path} was not written. {_causes(error)}\n"
+            f"An earlier checkpoint at this path is intact."
         )
         log.error(text)
         raise RuntimeError(text) from error
-    return writer.path_of_call
+    return writer.requested_path
 
 
 def _causes(error: BaseException) -> str:
-    """What went wrong, by rank."""
+    """The text of an error; if it is of several ranks, of each rank's error."""
     if not isinstance(error, CheckpointException):
         return _sentence(error)
     return " ".join(
@@ -204,7 +214,7 @@ def _sentence(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _WrittenRecord(WriteResult):
-    """The place and the checksum of a record that a rank has written; DCP sends these to the first rank."""
+    """The location and the checksum of a record that a rank has written. DCP sends it to the first rank."""
 
     checksum: int
 
@@ -212,21 +222,21 @@ class _WrittenRecord(WriteResult):
 class FolderWriter(dcp.FileSystemWriter):
     """Writes one checkpoint. Its `stage` copies a state to the CPU."""
 
-    def __init__(self, path_of_call: Path, nonce: str) -> None:
-        self.path_of_call = path_of_call
-        self.target = folder.real_path(path_of_call)
+    def __init__(self, requested_path: Path, nonce: str) -> None:
+        self.requested_path = requested_path
+        self.target = folder.real_path(requested_path)
         self.unfinished = folder.unfinished_name(self.target, nonce)
         self._has_made_folder = False
-        self._obstacle: BaseException | None = None
+        self._own_error: BaseException | None = None
         super().__init__(self.unfinished)
 
-    def write(self, staged: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
-        """Write a staged state. All ranks of the channel must call it, or `give_up`."""
+    def write(self, copies: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
+        """Write the copies of a state. All ranks of the channel must call it, or `fail_on_all_ranks`."""
         if channel is not None:
-            self._write_together(dict(staged), channel)
+            self._write_together(dict(copies), channel)
             return
         planner = dcp.DefaultSavePlanner()
-        planner.set_up_planner(dict(staged), self.storage_meta(), is_coordinator=True)
+        planner.set_up_planner(dict(copies), self.storage_meta(), is_coordinator=True)
         self.set_up_storage_writer(True)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
         (plan,) = self.prepare_global_plan(plans)
@@ -234,39 +244,39 @@ class FolderWriter(dcp.FileSystemWriter):
         self._check_files(0, 1)
         self._replace()
 
-    def give_up(self, error: BaseException, channel: Channel) -> None:
-        """Let the save fail on the other ranks too, because this one cannot write."""
-        self._obstacle = error
+    def fail_on_all_ranks(self, error: BaseException, channel: Channel) -> None:
+        """Make the save fail on the other ranks too, because this rank cannot write."""
+        self._own_error = error
         with contextlib.suppress(CheckpointException, Exception):
             self._write_together({}, channel)
 
-    def _write_together(self, staged: dict[str, torch.Tensor], channel: Channel) -> None:
+    def _write_together(self, copies: dict[str, torch.Tensor], channel: Channel) -> None:
         try:
-            dcp.save(staged, storage_writer=self, process_group=channel.group)
+            dcp.save(copies, storage_writer=self, process_group=channel.group)
             rank, ranks = channel.group.rank(), channel.group.size()
             _on_all_ranks("check", lambda: self._check_files(rank, ranks), channel.group)
             _on_all_ranks("replace", self._replace if rank == 0 else lambda: None, channel.group)
-        except CheckpointException:  # all ranks have it, and none sends anything more
+        except CheckpointException:  # all ranks raise it, and none sends any more
             raise
         except BaseException:
             channel.is_broken = True
             raise
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Let the first rank make the new folder. An error that is raised here is raised on all ranks."""
-        if self._obstacle is not None:
-            raise self._obstacle
+        """Return the plan unchanged: the first rank makes the folder. An error raised here is raised on all ranks."""
+        if self._own_error is not None:
+            raise self._own_error
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Make the new folder, on the first rank."""
+        """Make the new folder. Runs on the first rank only."""
         folder.check_replaceable(self.target)
         self._has_made_folder = True
         folder.make(self.unfinished)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the parts of this rank, and read them again for their checksums."""
+        """Write this rank's parts, and read them back to compute their checksums."""
         if not self.unfinished.is_dir():
             raise FileNotFoundError(
                 f"{self.unfinished}, which the first rank has made, is not on a file system of all ranks"
@@ -284,18 +294,19 @@ class FolderWriter(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[Any]]) -> None:
-        """Write the index and the checksums, on the first rank."""
-        super().finish(metadata, [list(of_rank) for of_rank in results])
+        """Write the index and the checksums. Runs on the first rank only."""
+        super().finish(metadata, [list(rank_results) for rank_results in results])
         checksums: dict[str, list[tuple[int, int, int]]] = {}
-        for x in (x for of_rank in results for x in of_rank):
-            record = x.storage_data.offset, x.storage_data.length, x.checksum
-            checksums.setdefault(x.storage_data.relative_path, []).append(record)
+        for rank_results in results:
+            for x in rank_results:
+                record = x.storage_data.offset, x.storage_data.length, x.checksum
+                checksums.setdefault(x.storage_data.relative_path, []).append(record)
         folder.write_checksums(self.unfinished, checksums)
 
     def _check_files(self, rank: int, ranks: int) -> None:
-        """Check this rank's share of all files: the files that the next rank has written, and a few more.
+        """Check this rank's share of the files: the next rank's files, and a few more.
 
-        Raises: Damaged if a file that this rank reads is missing, or has other bytes than were written.
+        Raises: Damaged if one of these files is missing, or differs from what was written.
         """
         checksums = folder.read_checksums(self.unfinished)
         for name in list(checksums)[(rank + 1) % ranks :: ranks]:
@@ -305,7 +316,7 @@ class FolderWriter(dcp.FileSystemWriter):
         folder.replace(self.target, self.unfinished)
 
     def discard(self) -> None:
-        """Delete the new folder of a save that has failed, if this rank has made it."""
+        """Delete the new folder of a failed save, if this rank has made it."""
         if self._has_made_folder:
             folder.delete(self.unfinished)
 
@@ -315,18 +326,18 @@ def _on_all_ranks(name: str, call: Callable[[], object], group: dist.ProcessGrou
 
     Raises: CheckpointException on all ranks if one has failed.
     """
-    mine = None
+    own_failure = None
     try:
         call()
     except BaseException as error:
-        mine = error, traceback.extract_tb(error.__traceback__)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    failures = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+        own_failure = error, traceback.extract_tb(error.__traceback__)
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, own_failure, group=group)
+    failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
     if failures:
         raise CheckpointException(name, failures)
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether a path has the name of a file with the tensors of an ordinary model."""
+    """Whether a path is named like a file with the tensors of an ordinary model."""
     return path.suffix in (".pt", ".pth", ".bin", ".safetensors")

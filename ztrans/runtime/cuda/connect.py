@@ -1,9 +1,9 @@
 """Connect the ranks of a NCCL communicator when it is opened.
 
-NCCL makes a communicator and its connections at the first messages, and takes memory of the GPU for them outside of
-PyTorch's allocator: some hundred MB. The first messages of reductions come in backward, near the peak, when PyTorch's
-cache may hold all that is left. So each communicator sends a first tiny message of each kind when it is opened, and
-what a step needs is compared with the memory that is left after that.
+NCCL makes a communicator and its connections at the first messages. They take some hundred MB of the GPU's memory,
+outside of PyTorch's allocator. The first reductions come in backward, near the peak of memory, when PyTorch's cache may
+hold all the rest. So each communicator sends a tiny message of each kind when it is opened, and the needs of a step are
+compared with the memory that is left then.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-INSIDE = " inside hosts"  # the purpose of a channel for the first level of hierarchical reductions ends so
+INSIDE = (
+    " inside hosts"  # ends the purpose of a channel for the first level of hierarchical reductions
+)
 
 
 def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
     """Send a tiny message of each kind that a channel on `hosts` hosts will carry. All of its ranks must call it.
 
-    The connection to each peer takes memory, so an all_to_all connects only the ranks that will exchange terms: all
-    ranks on one host; in a hierarchical reduction the ranks of this host, and those at the same place on each host.
+    Each connection to a peer takes memory, so an all_to_all connects only the ranks that will exchange terms: on one
+    host all ranks; in a hierarchical reduction the ranks of this host, and the ranks at the same place on each host.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     size = group.size()
     on_host = size // hosts
     all_ranks = torch.zeros(size, device=device)
     mine = torch.zeros(1, device=device)
-    # torch 2.13 renamed the first two.
+    # The names since torch 2.13, and the older ones.
     gather = _function("all_gather_single", "all_gather_into_tensor")
     scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
     if purpose == "gathers":
@@ -45,7 +47,7 @@ def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
 
 
 def usable_bytes() -> int:
-    """The bytes that PyTorch holds or can get on the current GPU, without CUDA's context, NCCL, and other processes."""
+    """The bytes of the current GPU that PyTorch holds or can get: all but CUDA's context, NCCL and other processes."""
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved()
 

@@ -1,8 +1,8 @@
-"""Messages through symmetric memory that copy engines carry: gathers, and the exchange of the terms of a reduction.
+"""Gathers and exchanges of terms through symmetric memory, which copy engines carry.
 
 Each rank writes pieces of its messages to its buffer. After a barrier, the other ranks copy their bytes from there.
-After another barrier, the next pieces may overwrite these. Apart from the two barriers no kernel runs. All ranks cut
-messages of any size alike: as many pieces as the buffer has room for are copied at once.
+After another barrier, the next pieces may overwrite them. No kernel runs except the two barriers. All ranks cut
+messages of any size in the same way: as many pieces as fit into the buffer are copied at once.
 
     gather      a rank writes its part, and copies the parts of all others
     exchange    a rank writes a row for each other rank, and copies the rows that the others have written for it
@@ -20,12 +20,14 @@ from .nccl import rounds
 
 
 class Piece(NamedTuple):
-    """Bytes that this rank writes to its buffer. The other ranks write as many to the same place.
+    """One piece of a message.
 
-    `reads` has the ranks whose bytes this rank copies from there, and where it puts them.
+    Attributes:
+        outgoing: the bytes that this rank writes to its buffer. The other ranks write as many to the same place.
+        reads: the ranks whose bytes this rank copies from there, each with the tensor to fill.
     """
 
-    sent: torch.Tensor
+    outgoing: torch.Tensor
     reads: Sequence[tuple[int, torch.Tensor]]
 
 
@@ -35,7 +37,7 @@ def gather_by_copies(
     send_buffers: Sequence[torch.Tensor],
     spins: int,
 ) -> None:
-    """Copy the parts of all ranks into `received`, which has a row for each rank. This rank's part may be there."""
+    """Copy the parts of all ranks into the rows of `received`, one for each rank. This rank's part may be there."""
     pieces = []
     for into, send_buffer in zip(received, send_buffers):
         part = _as_bytes(send_buffer)
@@ -54,7 +56,7 @@ def exchange_by_copies(
     send_buffers: Sequence[torch.Tensor],
     spins: int,
 ) -> None:
-    """Copy what each rank has for this one into its row of `received`. A send buffer has a row for each rank."""
+    """Copy each rank's row for this rank into its row of `received`. A send buffer has a row for each rank."""
     pieces = []
     for into, send_buffer in zip(received, send_buffers):
         outgoing, incoming = (_as_bytes(x).view(memory.ranks, -1) for x in (send_buffer, into))
@@ -66,33 +68,33 @@ def exchange_by_copies(
 
 
 def _copy(memory: ops.Symmetric, pieces: Sequence[Piece], spins: int) -> None:
-    """Copy as many pieces at once as the buffer has room for, between two barriers."""
-    for at_once in rounds([len(piece.sent) for piece in pieces], len(memory.mine)):
+    """Copy as many pieces at once as fit into the buffer, between two barriers."""
+    for batch in rounds([len(piece.outgoing) for piece in pieces], len(memory.mine)):
         spans = []
         start = 0
-        for piece in pieces[at_once]:
-            span = slice(start, start + len(piece.sent))
-            memory.mine[span].copy_(piece.sent)
+        for piece in pieces[batch]:
+            span = slice(start, start + len(piece.outgoing))
+            memory.mine[span].copy_(piece.outgoing)
             spans.append(span)
             start = span.stop
         ops.barrier(memory, spins=spins)
-        for piece, span in zip(pieces[at_once], spans):
+        for piece, span in zip(pieces[batch], spans):
             for source, into in piece.reads:
                 into.copy_(memory.parts[source][span])
         ops.barrier(memory, spins=spins)
 
 
 def _peers(memory: ops.Symmetric) -> Iterator[tuple[int, int]]:
-    """For each step, the rank from which this rank copies, and the rank that copies from this one.
+    """The rank that this rank copies from in each step, and the rank that copies from this one.
 
-    In each step every rank copies from another one.
+    In each step, every rank copies from a different one.
     """
     for step in range(1, memory.ranks):
         yield (memory.rank + step) % memory.ranks, (memory.rank - step) % memory.ranks
 
 
 def _cuts(nbytes: int, memory: ops.Symmetric) -> list[slice]:
-    """Slices of a message of so many bytes, each of which fits into the buffer."""
+    """The slices of a message of `nbytes` bytes that fit into the buffer, each by itself."""
     room = len(memory.mine)
     return [slice(start, min(start + room, nbytes)) for start in range(0, nbytes, room)]
 

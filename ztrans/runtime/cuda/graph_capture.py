@@ -1,19 +1,19 @@
-"""Capture a whole step, update included, as one CUDA graph, which each call replays.
+"""Capture a whole step, with its update, as one CUDA graph, which later calls replay.
 
 The first call runs the step without a graph, on a stream of its own: it sets up communicators, compiles kernels, and
-lets libraries allocate their workspaces. The second call captures the step and replays it, as every later call does.
+lets libraries allocate their workspaces. The second call captures the step and replays it; later calls only replay it.
 A graph contains addresses, so
 
 - the batch is copied into buffers that stay in place, and so are numbers such as lr, which are then read on the device,
   by fused optimizers in fp32;
 - the state is updated in place, and each call must pass the state that was captured;
-- numbers that a kernel takes by value, as fused optimizers take all but the learning rate, stay what they were: a call
-  with other ones is an error;
+- numbers that a kernel takes by value keep their captured values, and a call with other values is an error. Fused
+  optimizers take all numbers but the learning rate by value;
 - outputs other than the state are copied out of the graph's memory, which the next call overwrites;
 - the workspaces of cuBLAS are in the graph's memory.
 
 NCCL destroys a communicator only when no graph holds one of its collectives, so `close` must be called before
-`destroy_process_group`. It is called at the end of the process, if the user has not called it.
+`destroy_process_group`. It is called at the end of the process if the user has not called it.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -38,7 +38,7 @@ from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
 from ..executable import StepExecutable
 
-# The arguments that kernels of fused optimizers read on the device. They take the others by value.
+# The arguments that kernels of fused optimizers read on the device. They take all others by value.
 _READ_ON_DEVICE = ("lr", "scale", "grad_scale", "found_inf")
 
 
@@ -60,12 +60,15 @@ def check_device(device: str | None) -> None:
 
 
 def check_on_device(graph: Graph) -> None:
-    """Raises: ValueError if a program keeps values in the memory of the host."""
+    """Check that a program keeps no values in the memory of the host.
+
+    Raises: ValueError if it does.
+    """
     copies = next(filter(is_copy, graph.eqns), None)
     if copies is not None:
         raise ValueError(
-            f"{graph.name}: cuda_graph=True captures no copies between a GPU and its host, and this step copies "
-            f"{copies.ins[0].name} between the GPU and its host, as zt.offload says.\n"
+            f"{graph.name}: cuda_graph=True captures no copies between a GPU and its host, and zt.offload copies "
+            f"{copies.ins[0].name} between them in this step.\n"
             f"Compile without cuda_graph, or leave out offload."
         )
 
@@ -73,10 +76,10 @@ def check_on_device(graph: Graph) -> None:
 def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda") -> list[int]:
     """The positions of the inputs that every call of a captured step copies into a buffer.
 
-    These are the batch, and the leaves of the state that are not on the GPU and do not change, such as a learning rate;
-    but no numbers that a kernel takes by value.
+    These are the batch, and the leaves of the state that do not change and are not on the GPU, such as a learning rate.
+    Numbers that a kernel takes by value are excluded.
 
-    Raises: ValueError that names a leaf of the state that is not on the GPU and changes.
+    Raises: ValueError, with the name of the leaf, if a leaf of the state changes and is not on the GPU.
     """
     copied = []
     by_value = taken_by_value(graph)
@@ -89,8 +92,8 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
         elif is_elsewhere:
             raise ValueError(
                 f"{graph.name}: state leaf {v.name} is on {x.device}, and a CUDA graph would not see it change.\n"
-                f"All that a captured step changes is on the GPU: move it there. An optimizer of PyTorch keeps its "
-                f"step counter there with capturable=True or fused=True."
+                f"Everything that a captured step changes must be on the GPU: move it there. An optimizer of PyTorch "
+                f"keeps its step counter there with capturable=True or fused=True."
             )
     return copied
 
@@ -98,7 +101,7 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
 def placed(
     graph: Graph, inputs: Sequence[torch.Tensor], device: str = "cuda"
 ) -> list[torch.Tensor]:
-    """The inputs of a step; those that a capture copies are moved to the device of the others."""
+    """The inputs of a step, with the inputs that a capture copies moved to the device of the others."""
     copied = set(copied_inputs(graph, inputs, device))
     target = next((x.device for x in inputs if x.device.type == device), torch.device(device))
     return [x.to(target) if i in copied else x for i, x in enumerate(inputs)]
@@ -130,7 +133,7 @@ def _by_value(graph: Graph) -> Iterator[tuple[str, Var]]:
 
 
 def taken_by_value(graph: Graph) -> set[int]:
-    """The positions of the inputs that kernels take by value. A captured graph keeps the values that they had."""
+    """The positions of the inputs that kernels take by value. A captured graph keeps their values."""
     values = {v for _, v in _by_value(graph)}
     return {i for i, v in enumerate(graph.inputs) if v in values}
 
@@ -138,7 +141,7 @@ def taken_by_value(graph: Graph) -> set[int]:
 def check_values(graph: Graph) -> None:
     """Check that no kernel takes by value a number that the program computes.
 
-    Raises: ValueError that names the number, because a graph would hold the value that it had when it was captured.
+    Raises: ValueError, with the name of the number, if one does: a graph would keep its value from the capture.
     """
     inputs = set(graph.inputs)
     for key, x in _by_value(graph):
@@ -156,9 +159,9 @@ class Capture:
     Args:
         run: a function of flat inputs.
         graph: its program.
-        cuda: `torch.cuda`, or a test double of it.
+        cuda: `torch.cuda`, or a test double.
         device: the type of its device.
-        has_failed: returns whether a step of the mesh has failed. Then the last replay may wait for ever.
+        has_failed: returns whether a step of the mesh has failed. The last replay may then wait forever.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class Capture:
         return self.captured is not None
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check that a replay would compute what the step computes, before anything is launched.
+        """Check, before anything is launched, that a replay would compute what the step computes.
 
         Raises: ValueError if the state is not where it was when the step was captured, or if a number that a kernel
             takes by value has changed.
@@ -224,10 +227,10 @@ class Capture:
             self._check_same_state(inputs)
 
     def close(self) -> None:
-        """Release the graph and its memory. A later call starts again from the beginning, with any state.
+        """Release the graph and its memory. The next call is a first call again, with any state.
 
-        After a failed step nothing waits for the device, whose last replay may wait for a rank that does not come. The
-        graph's memory is its own, and nobody gets it before the device has ended all work.
+        After a failed step this does not wait for the device, where the last replay may wait for a lost rank. The
+        graph's memory is private, and nothing else gets it before the device has ended all work.
         """
         if self.captured is not None:
             if not self.has_failed():
@@ -261,10 +264,10 @@ class Capture:
 
     def _capture(self, inputs: list[torch.Tensor]) -> None:
         captured = self.cuda.CUDAGraph()
-        gc.collect()  # memory, or a module of kernels, that is freed during a capture would end it
+        gc.collect()  # freeing memory, or a module of kernels, during the capture would end it
         try:
-            # The first context restores the current stream if the capture fails. Only this thread is captured, so
-            # threads that load data or watch NCCL may continue.
+            # The first context restores the current stream if the capture fails. Only this thread is captured, so that
+            # threads that load data or watch NCCL may go on.
             with (
                 self.cuda.stream(self.cuda.current_stream()),
                 ops.filled_after_capture(self.device),
@@ -273,15 +276,15 @@ class Capture:
                 self.cuda.graph(captured, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.outputs = self.run(inputs)
-            # A capture begins with launches that reset the random generators, and each replay begins with launches
-            # that set them. The first replay is on another stream, and must not overtake the former.
+            # A capture begins with launches that reset the random generators, and each replay with launches that set
+            # them. The first replay is on another stream, and must not overtake the reset.
             self.cuda.current_stream().wait_stream(self.stream)
         except Exception as error:
             cause = error.__context__ or error
             raise RuntimeError(
                 f"{self.graph.name}: the step cannot be captured as a CUDA graph: {cause}\n"
-                f"A graph holds launches alone: nothing that waits for the device, reads a value, or copies from "
-                f"pageable memory. Without cuda_graph the step runs as it did before."
+                f"A graph holds only launches: the step must not wait for the device, read a value, or copy from "
+                f"pageable memory. Without cuda_graph, the step runs as before."
             ) from error
         self.captured = captured
         self.inputs = inputs
@@ -290,11 +293,11 @@ class Capture:
 
     def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
         for i, captured_value in self.captured_values.items():
-            now = inputs[i].item()
-            if captured_value != now:
+            value = inputs[i].item()
+            if captured_value != value:
                 name = self.graph.inputs[i].name
                 raise ValueError(
-                    f"{self.graph.name}: {name} was {captured_value} when the step was captured, and is {now}. The "
+                    f"{self.graph.name}: {name} was {captured_value} when the step was captured, and is {value}. The "
                     f"kernel of a fused optimizer takes it by value, so the CUDA graph has the old one.\n"
                     f"Keep it constant, as a scheduler does with cycle_momentum=False; or call close() on the compiled "
                     f"step, which is then captured again; or use the optimizer with fused=False, or compile without "
@@ -316,10 +319,10 @@ class Capture:
 
 @contextlib.contextmanager
 def new_workspaces() -> Iterator[None]:
-    """A context in which cuBLAS allocates new workspaces, which are those of a graph that is captured in it.
+    """Make cuBLAS allocate new workspaces inside, which belong to the graph that is captured there.
 
-    PyTorch keeps a workspace for each stream. Whoever captures a graph may release all of them, as
-    `torch.compile(mode="reduce-overhead")` does. A graph that had the address of such a workspace would then write to
+    PyTorch keeps a workspace for each stream. Any capture of another graph may release all of them, for example by
+    `torch.compile(mode="reduce-overhead")`. A graph with the address of a released workspace would then write to
     memory that others use, or that is no longer mapped.
 
     Source: PyTorch's cudagraph trees, which do the same.
@@ -329,7 +332,7 @@ def new_workspaces() -> Iterator[None]:
     try:
         yield
     finally:
-        release()  # the memory remains the graph's; the next product on this stream does not get it
+        release()  # the graph keeps its memory, and the next product on this stream gets another workspace
 
 
 def _fill(buffer: torch.Tensor, x: torch.Tensor) -> None:

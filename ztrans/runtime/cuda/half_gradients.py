@@ -1,4 +1,4 @@
-"""On a GPU, an update reads its half-precision gradient itself.
+"""Let updates on a GPU read half-precision gradients, without casts to fp32.
 
     g0 = mm(a, b)                                     g0 = mm(a, b)
     g = cast(g0, f32)                                 n = norm(g0, dtype=f32)
@@ -8,13 +8,13 @@
     p1, m1, v1 = _fused_adamw([p], [c], [m], [v], ...)
 
 PyTorch's fused optimizers take gradients of the dtype of the parameters, so backward under autocast ends with casts.
-The kernel of `ops/fused_adamw.py` needs none of them. It moves 26 bytes for each parameter, not 34. With clipping by
-the norm it is 28, not 46, because the norm reads the gradient in half precision and the update multiplies it.
+The kernel of `ops/fused_adamw.py` does not need them. It moves 26 bytes for each parameter instead of 34. With clipping
+by the norm it is 28 instead of 46, because the norm reads the gradient in half precision and the update scales it.
 
-No bit of an update changes; a norm may add its terms in another order. A gradient that anything else reads keeps its
-cast. So does the gradient of an update with options that the kernel does not have. Adam without an L2 penalty is AdamW
-without decay. Inductor fuses a cast with what computes its argument, without rounding that to half precision, unless
-that is a matrix product; so for Inductor only casts of products are dropped.
+Updates keep their bits; a norm may add its terms in another order. A gradient keeps its cast if anything else reads it,
+or if its update has an option that the kernel lacks. Adam without an L2 penalty is AdamW without decay. Inductor fuses
+a cast with the equation that computes its argument, without rounding the argument to half precision, unless that
+equation is a matrix product. So for Inductor only the casts of products are dropped.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _NORM = aten.linalg_vector_norm.default
 _FUSED_ADAMW = torch.ops.ztrans.fused_adamw.default
 # The updates of PyTorch that our kernel can compute.
 _UPDATES = ("_fused_adam", "_fused_adamw")
-# The positions of their arguments that it takes: all lists but max_exp_avg_sqs, which only amsgrad has.
+# The positions of the arguments that our kernel takes: all lists but max_exp_avg_sqs, which only amsgrad uses.
 _LISTS = (0, 1, 2, 3, 5)
-# Their options that it does not have.
+# The options that our kernel lacks.
 _REFUSED = ("amsgrad", "maximize", "grad_scale", "found_inf")
 
 
 def inputs_on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
-    """The inputs of a program that are contiguous on a GPU, and copies of those that are in the memory of its host."""
+    """The inputs of a program that are contiguous on a GPU, and the copies of inputs in the memory of its host."""
     values = {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
     if values:
         for wait, started in pair(graph, include_copies=True).waits.items():
@@ -55,10 +55,10 @@ def inputs_on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
 
 
 def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) -> Graph:
-    """The program whose updates read half-precision gradients, if the parameter and its moments are `on_gpu`.
+    """The program with updates that read half-precision gradients, if the parameter and its moments are `on_gpu`.
 
-    With `of_products` only those gradients that are matrix products. A program without such an update is returned as
-    it is.
+    With `of_products`, only gradients that are matrix products lose their casts. A program without such an update is
+    returned unchanged.
     """
     updates = [eqn for eqn in graph.eqns if _has_kernel(eqn, on_gpu)]
     if not updates or _spans_devices(graph):
@@ -76,11 +76,11 @@ def half_gradients(graph: Graph, on_gpu: Set[Var], of_products: bool = False) ->
 
 @dataclass(frozen=True)
 class _Gradient:
-    """How an update gets its gradient from half precision.
+    """The equations between a half-precision gradient and its update.
 
     Attributes:
         cast: the cast of the half-precision gradient to fp32.
-        scaling: what multiplies the gradient by a scalar, or None.
+        scaling: the product of the gradient and a scalar, or None.
         norms: the norms that read the gradient.
     """
 
@@ -93,8 +93,8 @@ class _Gradient:
         return self.cast.ins[0]
 
     def let_update_read_half(self, update: Eqn, new: Rewriter) -> None:
-        """Let the update, and the norms, read the half-precision gradient. Nothing reads its cast then."""
-        new.replace(update, _reading_half(update, self))
+        """Let the update and the norms read the half-precision gradient, and drop the cast and the scaling."""
+        new.replace(update, _half_update(update, self))
         new.drop(self.cast)
         if self.scaling is not None:
             new.drop(self.scaling)
@@ -105,9 +105,13 @@ class _Gradient:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Which equations make and read the values of a program, and which values are on the GPU.
+    """The makers and the readers of a program's values.
 
-    None stands for the outputs among the readers. `halves` are the values of half precision that updates may read.
+    Attributes:
+        makers: the equation that computes each value.
+        readers: the equations that read each value. None stands for the outputs of the program.
+        on_gpu: the values on the GPU.
+        halves: the half-precision values that updates may read.
     """
 
     makers: Mapping[Var, Eqn]
@@ -128,7 +132,7 @@ class _Uses:
         return _Uses(makers, readers, depending(graph.eqns, on_gpu), halves)
 
     def gradient_of(self, update: Eqn) -> _Gradient | None:
-        """Where the gradient of an update comes from; None if it is not half, or if anything else reads it."""
+        """The gradient of an update; None if it was not cast from half precision, or if something else reads it."""
         gradient = update.args[1][0]
         if update.outs[1] in self.readers:  # the gradient as the update leaves it
             return None
@@ -149,7 +153,7 @@ class _Uses:
         return eqn.op is CAST and eqn.ins[0] in self.halves and eqn.out.dtype == torch.float32
 
     def _scaling(self, gradient: Var, update: Eqn) -> Eqn | None:
-        """What multiplies a gradient by an fp32 scalar on the GPU for an update alone, or None."""
+        """The product of a gradient and an fp32 scalar on the GPU that only this update reads, or None."""
         maker = self.makers.get(gradient)
         if maker is None or maker.op is not aten.mul.Tensor:
             return None
@@ -160,7 +164,7 @@ class _Uses:
         return maker if is_scalar and factor in self.on_gpu else None
 
     def _other_readers(self, v: Var, reader: Eqn) -> list[Eqn | None]:
-        """What reads a value besides `reader`."""
+        """The readers of a value other than `reader`."""
         return [eqn for eqn in self.readers.get(v, ()) if eqn is not reader]
 
 
@@ -189,20 +193,20 @@ def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
     if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _REFUSED):
         return False
     if name == "_fused_adam" and eqn.kwargs["weight_decay"] != 0:
-        # Of the elements of a thread, PyTorch's machine code rounds `grad + weight_decay * param` once for some and
-        # twice for others.
+        # PyTorch's machine code rounds `grad + weight_decay * param` once for some elements of a thread, and twice for
+        # others, so its bits cannot be kept.
         return False
     overwritten = [*variables(eqn.args[0]), *variables(eqn.args[2:4])]
     is_fp32 = all(v.dtype == torch.float32 for v in overwritten)
     return is_fp32 and isinstance(eqn.kwargs["lr"], Var) and on_gpu >= set(overwritten)
 
 
-def _reading_half(eqn: Eqn, gradient: _Gradient) -> Eqn:
-    """The update that reads what its gradient was cast from."""
+def _half_update(eqn: Eqn, gradient: _Gradient) -> Eqn:
+    """The update by our kernel, which reads the half-precision gradient."""
     args = [eqn.args[k] for k in _LISTS]
     args[1] = [gradient.half]
-    declared = {argument.name for argument in _FUSED_ADAMW._schema.arguments}
-    kwargs = {name: x for name, x in eqn.kwargs.items() if name in declared}
+    options = {argument.name for argument in _FUSED_ADAMW._schema.arguments}
+    kwargs = {name: x for name, x in eqn.kwargs.items() if name in options}
     if gradient.scaling is not None:
         kwargs["scale"] = gradient.scaling.args[1]
     outs = (eqn.outs[0], *eqn.outs[2:])

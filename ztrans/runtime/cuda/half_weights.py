@@ -1,4 +1,4 @@
-"""An update also writes the half-precision copy of its parameter that the next step reads.
+"""Let updates also write the half-precision copies of parameters that the next step reads.
 
     h = cast(p, bf16)
     y = mm(x, h)                                      y = mm(x, h)
@@ -6,15 +6,15 @@
     p1, m1, v1 = fused_adamw([p], [g], [m], [v],      p1, m1, v1, h1 = fused_adamw([p], [g], [m], [v],
                              [n], ...)                                             [n], [h], ...)
 
-A step under autocast begins with casts of its parameters. The update has just had them in registers, so it writes the
-copy too: 2 bytes for each parameter, in place of a cast that reads 4 and writes 2. The bits are those of the cast. The
-kernel of `ops/fused_adamw.py` does so, and kernels of Inductor for an elementwise update, on CPUs too.
+A step under autocast begins with casts of its parameters. The update of the previous step had them in registers, so it
+writes the copies too: 2 bytes for each parameter, where a cast reads 4 and writes 2. The copies have the bits of the
+casts. The kernel of `ops/fused_adamw.py` does this, and so do Inductor's kernels for elementwise updates, on CPUs too.
 
 `with_half_weights` rewrites the program, and `HalfWeights` keeps the copies from step to step. They are leaves of the
-state of the program, which the user does not see. A copy is used if the parameter is the very tensor that the step
-before returned, and PyTorch's version counter says that nothing has changed it since. Otherwise the parameter is cast
-before the step. So any other state may be passed, in any order. The counter does not see what is written through
-`.data`, by a collective of torch.distributed, or by a kernel that PyTorch does not know.
+program's state that the user does not see. A copy is used if the parameter is the very tensor that the previous step
+returned, and PyTorch's version counter shows no change since. Otherwise the parameter is cast before the step. So any
+other state may be passed, in any order. The counter does not see writes through `.data`, by a collective of
+torch.distributed, or by a kernel that PyTorch does not know.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ...ops import HALF
 
 @dataclass
 class HalfWeights:
-    """The half-precision copies of parameters that a program has as hidden leaves of its state.
+    """The half-precision copies of parameters, which are hidden leaves of a program's state.
 
     Attributes:
-        num_state: the number of leaves that the user sees, after which the copies come.
-        positions: those of the parameters among these leaves.
+        num_state: the number of leaves that the user sees. The copies come after them.
+        positions: the positions of the parameters among these leaves.
         copies: the copy of each parameter.
     """
 
@@ -50,19 +50,19 @@ class HalfWeights:
     _parameters: list[Snapshot] = field(default_factory=list)  # as the last step left them
 
     def inserted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The inputs of the program, given those that the user sees."""
+        """The inputs of the program: the inputs that the user sees, and the copies."""
         return [*tensors[: self.num_state], *self.copies, *tensors[self.num_state :]]
 
     def refresh(self, inputs: Inputs) -> None:
-        """Cast the parameters that are not as the last step has left them. A step on these inputs follows."""
+        """Cast the parameters that have changed since the last step, before a step on these inputs."""
         parameters = self._parameters
-        self._parameters = []  # until this step has ended well
+        self._parameters = []  # until this step has succeeded
         for k, (position, copy) in enumerate(zip(self.positions, self.copies)):
             if not parameters or not parameters[k].is_unchanged(inputs, position):
                 copy.copy_(inputs.tensors[position])
 
     def note(self, inputs: Inputs) -> None:
-        """Note that a step on these inputs has ended well, and has written the copies."""
+        """Record that a step on these inputs has succeeded, and has written the copies."""
         self._parameters = [Snapshot.of(inputs, position) for position in self.positions]
 
     def forget(self) -> None:
@@ -73,10 +73,10 @@ class HalfWeights:
 def with_half_weights(
     graph: Graph, tensors: Sequence[torch.Tensor], fuses: bool = False
 ) -> tuple[Graph, HalfWeights | None]:
-    """The program whose updates write half-precision copies, and these copies; None if there is nothing to write.
+    """The program with updates that write half-precision copies, and these copies; None if there are none.
 
-    `graph` is a program after `half_gradients`, and `tensors` are its inputs. With `fuses` elementwise updates will be
-    kernels of Inductor, which write copies too.
+    `graph` is a program after `half_gradients`, and `tensors` are its inputs. With `fuses`, elementwise updates will be
+    kernels of Inductor, which can write copies too.
     """
     casts = _casts(graph)
     makers = _makers(graph, casts, fuses)
@@ -93,7 +93,7 @@ def with_half_weights(
         dtype = casts[parameter][0].out.dtype
         old_copies[parameter] = _copy_of(parameter, dtype, new)
         new_copies[parameter] = _copy_of(graph.outputs[i], dtype, new)
-        # As a cast, a copy keeps the strides of its parameter.
+        # Like a cast, a copy keeps the strides of its parameter.
         copies.append(torch.empty_like(tensors[i], dtype=dtype))
         _write_copy(new, makers[parameter], old_copies[parameter], new_copies[parameter])
         for cast in casts[parameter]:
@@ -122,17 +122,17 @@ def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
             continue
         if eqn.out.dtype in HALF and eqn.kwargs.keys() == {"dtype"}:
             casts.setdefault(eqn.ins[0], []).append(eqn)
-    of_one_dtype = {}
+    one_dtype_casts = {}
     for v, eqns in casts.items():
         if len({eqn.out.dtype for eqn in eqns}) == 1:
-            of_one_dtype[v] = eqns
-    return of_one_dtype
+            one_dtype_casts[v] = eqns
+    return one_dtype_casts
 
 
 def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> dict[Var, Eqn]:
-    """For each parameter that has casts, the equation of its new value, if that can write a copy.
+    """The equation that updates each parameter with casts, if it can also write a copy.
 
-    Nothing may read the casts later.
+    This requires that nothing reads the casts after the update.
     """
     lifetimes = liveness(graph)
     position = {eqn: index for index, eqn in enumerate(graph.eqns)}
@@ -142,17 +142,17 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
         maker = by_result.get(new)
         if maker is None or parameter not in casts:
             continue
-        is_ours = _is_ours(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
-        if not is_ours and not (fuses and _is_elementwise_update(maker)):
+        is_adamw = _is_our_adamw(maker) and maker.args[0][0] is parameter and maker.outs[0] is new
+        if not is_adamw and not (fuses and _is_elementwise_update(maker)):
             continue
-        # The update writes the new copy over the old one, which is read in place of the casts.
+        # The update writes the new copy over the old one, which the step reads instead of casts.
         last_read = max(lifetimes.last[cast.out] for cast in casts[parameter])
         if last_read < position[maker]:
             makers[parameter] = maker
     return makers
 
 
-def _is_ours(eqn: Eqn) -> bool:
+def _is_our_adamw(eqn: Eqn) -> bool:
     """Whether the kernel of `ops/fused_adamw.py` computes an update."""
     return op_facts(eqn.op).name == "ztrans::fused_adamw"
 
@@ -167,8 +167,8 @@ def _copy_of(v: Var, dtype: torch.dtype, new: Rewriter) -> Var:
 
 
 def _write_copy(new: Rewriter, maker: Eqn, half: Var, new_half: Var) -> None:
-    """Let the update of a parameter write its copy too. Inductor computes a cast in the kernel of its argument."""
-    if _is_ours(maker):
+    """Let the update of a parameter write its copy too: by our kernel, or by a cast that Inductor fuses into it."""
+    if _is_our_adamw(maker):
         outs = (*maker.outs, new_half)
         new.replace(maker, maker.replace(args=(*maker.args, [half]), outs=outs))
     else:

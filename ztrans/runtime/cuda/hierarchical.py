@@ -1,14 +1,14 @@
-"""Hierarchical reductions: terms are reduced inside each host, and the results of the hosts are reduced then.
+"""Hierarchical reductions on GPUs, which reduce terms inside each host first, and then between hosts.
 
 Each level has a communicator and a lane of its own. So the first level of a message, over the links inside a host, runs
-while the second level of the message before it, over those between hosts, is under way:
+while the second level of the previous message, over the links between hosts, is under way:
 
     first level    ──■ exchange, sum ──■ exchange, sum ──●
                                      │                 │
     second level                     └─■ exchange, sum ──■ exchange, sum ──●
 
 Messages have one order in both lanes. All members of an equation are one message. Its terms are exchanged inside a host
-in a few calls, whatever the number of hosts and members: each takes as many terms as there is memory for.
+in a few calls, whatever the number of hosts and members: each call sends as many terms as there is memory for.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class HierarchicalStart(StreamedStart):
     def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
         (message,) = messages
         hosts = self.hosts
-        # For one host after another, the terms for its ranks in each send buffer.
+        # Host by host, the terms for its ranks in each send buffer.
         by_host = [buffer.view(hosts.count, -1) for buffer in message.send_buffers]
         terms = [rows[host] for host in range(hosts.count) for rows in by_host]
         numel = sum(map(len, terms))
         room = numel * share_of_exchange(hosts, self.wire, self.partial)
-        # Both lanes use the sums, so they are allocated on the compute stream. It has launched nothing since the
+        # Both lanes use the sums, so they are allocated on the compute stream, which has launched nothing since the
         # packing that both lanes wait for.
         sums = message.send_buffers[0].new_empty(numel // hosts.local, dtype=self.partial)
         with self.streams.communicate(self.inside_lane):
             sums_of_terms = sums.split([len(x) // hosts.local for x in terms])
-            for at_once in rounds([len(x) for x in terms], room):
-                self._sum_inside(terms[at_once], sums_of_terms[at_once])
+            for batch in rounds([len(x) for x in terms], room):
+                self._sum_inside(terms[batch], sums_of_terms[batch])
         self.lane.wait_stream(self.inside_lane)
         peers = range(self.rank % hosts.local, self.size, hosts.local)
         with self.streams.communicate(self.lane):
@@ -92,7 +92,7 @@ class HierarchicalStart(StreamedStart):
         return [*message.send_buffers, sums]
 
     def _sum_inside(self, terms: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
-        """Reduce the terms of this host for this rank, and for its peers on the other hosts.
+        """Reduce this host's terms for this rank and for its peers on the other hosts.
 
         The terms for the ranks of one host are next to each other, so the terms of a single member are sent in place.
         """

@@ -4,8 +4,8 @@
                       lane ──■ copy ──●
     wait:   compute ──────────────────● waits; the host does not
 
-A value that is copied to the host, and has no storage there, gets a pinned buffer of its own, which every step uses
-again. What is copied is held until compute has waited for the copy.
+A value that has no storage on the host gets a pinned buffer of its own there, which every step reuses. Both tensors of
+a copy are held until compute has waited for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .streams import Done, Streams
 class StreamedHostCopy(HostCopy):
     """Copies one value to the other memory, like `HostCopy`, on a stream beside the compute stream.
 
-    `device` is where a value from the host goes; None for a copy to the host.
+    `device` is the target of a copy from the host; None for a copy to the host.
     """
 
     def __init__(self, lane: str, streams: Streams, device: torch.device | None) -> None:
@@ -44,7 +44,7 @@ class StreamedHostCopy(HostCopy):
         self.streams.join(self.lane)
 
     def _target(self, value: torch.Tensor) -> torch.Tensor:
-        """Memory for the copy: on the device it is new, so that it is freed after its last use."""
+        """Memory for the copy. On the device it is new each time, so that it is freed after its last use."""
         if self.device is not None:
             return torch.empty_like(value, device=self.device)
         if self.buffer is None or self.buffer.shape != value.shape:

@@ -1,15 +1,16 @@
-"""The collectives of one rank on a GPU by NCCL, on streams of their own.
+"""The collectives of one rank on a GPU by NCCL, on streams next to the compute stream.
 
 One call sends all messages of an equation, and one launch packs each of them. A gather of a single member is received
-in the memory of its value. NCCL would round terms of half precision at every hop, and lose a NaN in a maximum of
-floats. So ranks exchange these terms and reduce them in rank order, sums of half precision in fp32. Between hosts they
-do so hierarchically, if that sends fewer bytes (see `hierarchical`). An all_reduce of such terms is an exchange of the
-terms for each part, and a gather of the parts; if it is short, all ranks gather its terms. NCCL reduces all other
-terms. A mean is a sum that is then scaled.
+in the memory of its value.
 
-The calls are not asynchronous to torch, so they run on the current stream, which here is the lane of the
-communicator. Torch then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like
-kernels.
+NCCL would round terms of half precision at every hop, and lose a NaN in a maximum of floats. So ranks exchange these
+terms and reduce them in rank order, with sums of half precision in fp32. Between hosts they do this hierarchically if
+that sends fewer bytes (see `hierarchical`). An all_reduce of such terms is an exchange of the terms for each part,
+then a gather of the parts; if it is short, all ranks gather the terms. NCCL reduces all other terms. A mean is a sum
+that is then scaled.
+
+The calls are synchronous to torch, so they run on the current stream, which here is the lane of the communicator. Torch
+then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like kernels.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ _CALLS: Mapping[Way, str] = {
     "copied": "copied {}",
 }
 # A value inside a larger buffer starts at a multiple of this many elements.
-_ALIGNED = 16
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries a collective, by its name, and the reason for the choice, which printed programs show."""
+    """What carries a collective, and the reason for the choice, which printed programs show."""
 
     way: Way
     collective: str
@@ -63,13 +64,13 @@ class Transport:
 
 @dataclass(frozen=True, eq=False)
 class PackedMessage:
-    """One message of a collective. Each function is called on the stream that it runs on.
+    """One message of a collective. Its functions launch work on the current stream.
 
     Attributes:
         send_buffers: the packed members; one buffer, except in a hierarchical message.
-        values: the values that the message brings.
+        values: the values that the message delivers.
         pack: fills `send_buffers`.
-        receive_buffer: returns the tensor that the collective fills; maybe a value, or the send buffer.
+        receive_buffer: returns the tensor that the collective fills, which may be a value or the send buffer.
         finish: fills `values` from that tensor.
     """
 
@@ -98,7 +99,7 @@ class StreamedStart(Start):
         self.transport = transport
         self.is_exchanged = transport.way in ("all_to_all", "terms", "copied")
         self.divisor = self._divisor(channel.hosts, transport.way == "hierarchical")
-        # The terms of a reduction that arrive, and their dtype.
+        # How many terms arrive for each part of a reduction, and their dtype.
         self.arriving_rows = self.size if self.is_exchanged else 1
         self.arriving_dtype = self.wire
         make_message = {
@@ -134,9 +135,9 @@ class StreamedStart(Start):
     # ---- the call
 
     def _send(self, messages: Sequence[PackedMessage]) -> list[torch.Tensor]:
-        """Launch the collective, and what makes values of the bytes that arrive.
+        """Launch the collective, and the work that turns received bytes into values.
 
-        Returns: the buffers that must live until compute has waited for them.
+        Returns: the buffers that must live until compute has waited for the values.
         """
         send_buffers = [buffer for message in messages for buffer in message.send_buffers]
         with self.streams.communicate(self.lane):
@@ -197,7 +198,7 @@ class StreamedStart(Start):
         def pack() -> None:  # `send_buffer` is chosen below
             ops.cast_pack(rows, sizes, self.wire, out=send_buffer)
 
-        # A single member is received in the memory of its value, and this rank packs its part there.
+        # A single member is received in the memory of its value, where this rank packs its part.
         if len(ks) == 1 and self.dim == 0:
             size = sizes[0]
             gathered = new(self.size * size, dtype=self.wire)
@@ -262,7 +263,7 @@ class StreamedStart(Start):
             return [terms[0].view(-1)], lambda: None
         sizes = [self.part_sizes[k] for k in ks]
         send_buffer = terms[0].new_empty(self.size * sum(sizes), dtype=self.wire)
-        rows = [each.movedim(self.dim, 0) for each in terms]
+        rows = [term.movedim(self.dim, 0) for term in terms]
 
         def pack() -> None:
             ops.cast_pack(rows, sizes, self.wire, ranks=self.size, out=send_buffer)
@@ -281,9 +282,9 @@ class StreamedStart(Start):
         numels = [math.prod(shape) for shape in shapes]
         sizes = numels
         if len(ks) > 1:
-            sizes = [-(-n // _ALIGNED) * _ALIGNED for n in numels]
+            sizes = [-(-n // _ALIGNMENT) * _ALIGNMENT for n in numels]
         if self.is_exchanged and self.transport.way != "terms":  # each rank reduces an equal part
-            missing = -sum(sizes) % (self.size * _ALIGNED)
+            missing = -sum(sizes) % (self.size * _ALIGNMENT)
             sizes = [*sizes[:-1], sizes[-1] + missing]
         send_buffer = new(sum(sizes), dtype=self.wire)
         totals = []
@@ -299,7 +300,9 @@ class StreamedStart(Start):
         def receive_buffer() -> torch.Tensor:
             if not self.is_exchanged:
                 return send_buffer
-            ranks = 1 if self.transport.way == "terms" else self.size  # that reduce a part each
+            ranks = (
+                1 if self.transport.way == "terms" else self.size
+            )  # ranks that reduce a part each
             numel = self.arriving_rows * len(send_buffer) // ranks
             return new(numel, dtype=self.arriving_dtype)
 
@@ -318,7 +321,7 @@ class StreamedStart(Start):
         return PackedMessage([send_buffer], values, pack, receive_buffer, finish)
 
     def _reduce_exchanged(self, terms: torch.Tensor, total: torch.Tensor) -> None:
-        """Reduce the rows of `terms` into `total`: all of it, or this rank's part, and then gather the parts."""
+        """Reduce the rows of `terms` into all of `total`, or into this rank's part and then gather the parts."""
         if self.transport.way == "terms":
             self._reduce_rows(terms, [total], self.reduction, self.divisor)
             return
@@ -395,7 +398,7 @@ class StreamedStart(Start):
 
 
 def rounds(nbytes: Sequence[int], room: float) -> list[slice]:
-    """The slices of a list of buffers that are sent at once: as many as fit into `room`, or one.
+    """Cut a list of buffers into slices that are sent at once: each has as many as fit into `room`, or one.
 
     >>> rounds([4, 4, 8, 2], room=8)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
@@ -418,7 +421,7 @@ def all_to_all(
     group: dist.ProcessGroup,
     ranks: range | None = None,
 ) -> None:
-    """Send equal parts of a buffer to some ranks of a group, and receive parts from them; the others get none."""
+    """Send equal parts of a buffer to some ranks of a group, by default all, and receive parts from them."""
     splits = None
     if ranks is not None:
         part = send_buffer.nbytes // len(ranks)
@@ -429,13 +432,13 @@ def all_to_all(
 
 
 def _wait(work: Any) -> None:
-    """Wait for the work of another backend than NCCL, which returns none."""
+    """Wait for the work of a collective, which backends other than NCCL return."""
     if work is not None:
         work.wait()
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:
-    """A method of a process group, by the first of these names that this torch has (2.13 renamed some)."""
+    """A method of a process group, by the first of these names that this torch has: 2.13 renamed some."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 

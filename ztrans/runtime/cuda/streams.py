@@ -1,4 +1,4 @@
-"""The streams on which a GPU packs and communicates while it computes, and when memory may be reused.
+"""The streams on which a GPU packs and communicates while it computes, and how long their memory is held.
 
     compute    the current stream, on which the equations of the program run
     packing    one stream for all collectives, which casts and packs members, and never queues behind a collective
@@ -17,10 +17,10 @@ No block of memory is reused while a stream may still touch it, and nothing call
   in order.
 - Members are held until compute has waited for their packing. It does so at the next start or wait, by which time the
   packing has usually ended.
-- A step that fails lets go of all of these at once. Before it does, compute waits for packing and all lanes.
+- A step that fails releases all of these at once, after compute has waited for packing and all lanes.
 
-So the host never waits. The choices of the allocator depend on the program only, and every step has the same addresses.
-`back_to_back_seconds` times what runs on streams.
+So the host never waits. The choices of the allocator depend only on the program, so every step has the same addresses.
+`back_to_back_seconds` times work on streams.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .symmetric import SymmetricMemory
 
 HIGH = -1  # the priority of a stream, for short work that compute waits for
-_AHEAD = 8  # the number of products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
+_AHEAD = 8  # products of 4096 x 4096 in fp32 that keep a GPU busy, for some milliseconds each
 
 
 class Streams:
@@ -50,16 +50,16 @@ class Streams:
         self.cuda = cuda
         self.symmetric = symmetric
         self.packing = _stream(cuda, cuda.current_device(), "packing")
-        # The event of the last packing, and its members.
+        # The event of the last packing, and the members that it reads.
         self.packed: tuple[Any, Sequence[torch.Tensor]] | None = None
 
     def lane(self, communicator: Hashable) -> Any:
-        """The stream of a communicator. All programs share it, so that the collectives of all of them are in order."""
+        """The stream of a communicator. All programs share it, so that all of their collectives have one order."""
         return _stream(self.cuda, self.cuda.current_device(), communicator)
 
     @contextlib.contextmanager
     def pack(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context that launches work on the packing stream, after all work that compute has now.
+        """A context that launches work on the packing stream, after all work launched on compute so far.
 
         The work reads `members`.
         """
@@ -85,13 +85,13 @@ class Streams:
     def join(self, lane: Any) -> None:
         """Let compute wait for all packing, and for all work of a lane. The host does not wait.
 
-        A capture that fails has launched nothing, and could not wait for work outside of it.
+        During a capture it waits for nothing: a failed capture has launched no work, and cannot wait for other work.
         """
         self.packed = None
         if self.cuda.is_current_stream_capturing():
             return
         compute = self.cuda.current_stream()
-        with contextlib.suppress(RuntimeError):  # a device that has failed runs nothing any more
+        with contextlib.suppress(RuntimeError):  # a failed device runs nothing any more
             compute.wait_stream(self.packing)
             compute.wait_stream(lane)
 
@@ -114,7 +114,7 @@ class Done:
 def back_to_back_seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
     """The seconds that a call takes on a GPU: the mean over `times` calls, launched back to back.
 
-    The GPU has other work until all calls are launched. So the time to launch them is not included, which a step spends
+    The GPU has other work until all calls are launched. So the time to launch them is not included: a step launches
     while the GPU is busy.
     """
     busy = torch.ones(4096, 4096, device=device)

@@ -1,17 +1,17 @@
-"""Collectives whose messages the other ranks of a host read out of this rank's memory.
+"""Symmetric memory, which all ranks of a host can read, and the choice between it and NCCL.
 
 A message is packed as for NCCL, then copied on its lane to a buffer that the other ranks of the communicator can read.
 A kernel reads the messages of all ranks from there, directly into the final tensors. It sums terms of half precision in
 fp32 and in rank order. The kernel starts to read when the messages of all ranks are there, and ends when all ranks have
 read them, so the next message of the lane may overwrite them.
 
-Copy engines can also copy the messages of each rank from there (see `copies`), so that they take no multiprocessors
-from compute. The terms of a reduction are then summed like terms from NCCL.
+Copy engines can also copy the messages of each rank from there (see `copies`), and take no multiprocessors from
+compute. The terms of a reduction are then summed like terms from NCCL.
 
-A message can go through symmetric memory, by a kernel or by copies, or by NCCL. All ranks of the mesh decide together,
-when a program is bound: they allocate a buffer, and time a message of each new kind in all ways. The fastest way
-carries it if all give the same bits; copies do so if they are nearly as fast. All ranks use the times of the slowest
-one. If anything fails on one rank, all ranks use NCCL, and the printed program says why.
+So there are three ways: a kernel, copies, and NCCL. All ranks of the mesh choose one together, when a program is bound.
+They allocate a buffer, and time a message of each new kind in all ways; the times of the slowest rank count. If all
+ways give the same bits, the fastest carries messages of this kind, or copies if they are nearly as fast. If anything
+fails on one rank, all ranks use NCCL, and the printed program says why.
 
 The decisions and the buffers belong to the mesh. So all programs send a message of one kind through the same buffer,
 and a rank that binds a program alone, for a batch of another size, sends its messages as the other ranks do.
@@ -50,23 +50,23 @@ from .streams import back_to_back_seconds
 
 T = TypeVar("T")
 FromAll = Callable[[Any], list]  # takes the value of this rank, returns the values of all ranks
-# Fills the first tensor. The second one has what this rank sends.
+# Sends the second tensor, and fills the first.
 Move = Callable[[torch.Tensor, torch.Tensor], None]
 
 # The ways of a message: two through symmetric memory, and NCCL.
 KERNEL = "a kernel"
 COPIES = "copies"
 NCCL = "NCCL"
-# Bytes of a whole message for a kernel. For a larger one the wire is the limit either way.
+# The most bytes of a message for a kernel. For a larger one the wire is the limit either way.
 LARGEST_FOR_KERNEL = 32 * 2**20
-# Bytes of the largest message that is timed: copies, and NCCL, move a larger one as fast. Gathers of so many bytes are
-# copied at once; of a reduction, whose buffer has a row for each rank, as many bytes as the kernel carries.
+# The most bytes of a message that is timed: copies and NCCL move a larger one at the same rate. Gathers up to this size
+# are copied at once; reductions, whose buffer has a row for each rank, up to LARGEST_FOR_KERNEL.
 LARGEST_TIMED = 256 * 2**20
-_NEARLY = 1.1  # a copied message may take so many times as long as the fastest
+_NEARLY = 1.1  # the most time that copies may take, relative to the fastest way
 _TIMES = 20  # the number of messages in a timed series
-# How often a kernel looks at a signal before it gives up, at most; an int32. How long that takes is measured.
+# How often a kernel looks at a signal, at most, before it stops waiting: an int32. How long that takes is measured.
 MOST_SPINS = (1 << 31) - 1
-# The share of the time-out that a kernel waits. The process that watches acts before that.
+# The share of the time-out after which a kernel stops waiting. The process that watches acts earlier (see `watching`).
 _SHARE = 0.95
 _TIMED_SPINS = 1 << 16  # some tens of milliseconds
 _TRIAL_SPINS = 1 << 20  # about a second: in a trial all ranks send at the same time
@@ -77,7 +77,7 @@ _NCCL_BLOCKS = 32
 class Times(NamedTuple):
     """Seconds of a message of about `nbytes`, by a kernel through symmetric memory, by NCCL, and by copies.
 
-    They are infinite for a way that cannot carry it.
+    The time of a way that cannot carry it is infinite.
     """
 
     kernel: float
@@ -97,13 +97,14 @@ class Times(NamedTuple):
 
 
 class MessageKind(NamedTuple):
-    """A kind of messages. The ranks decide once for it, by timing a message of `nbytes`, a power of two.
-
-    A message, or the gathers that are copied together, has at most so many bytes, or is above `LARGEST_TIMED`.
+    """A kind of messages. The ranks decide once for each kind.
 
     Attributes:
         sums: whether ranks exchange terms, and each sums the terms of its part.
         gathers: whether they gather parts: their own, or in an all_reduce the parts that they have summed.
+        wire: the dtype of the elements on the wire.
+        nbytes: the bytes of the message that is timed: of one message, or of gathers that are copied together, rounded
+            up to a power of two, and at most `LARGEST_TIMED`.
         lanes: how many lanes of a program may have a kernel on a device at a time, of symmetric memory or of NCCL.
     """
 
@@ -119,7 +120,7 @@ class MessageKind(NamedTuple):
         return self.nbytes <= LARGEST_FOR_KERNEL and not (self.sums and self.gathers)
 
     def part(self, ranks: int) -> int:
-        """The elements that one rank gets from another one."""
+        """The number of elements that a rank gets from each other rank."""
         return max(self.nbytes // self.wire.itemsize // ranks, 1)
 
     def rows(self, ranks: int) -> int:
@@ -127,7 +128,7 @@ class MessageKind(NamedTuple):
         return ranks if self.sums else 1
 
     def room(self, ranks: int) -> int:
-        """The bytes that a rank's buffer has to have room for. Copies of a larger reduction go through it in rounds."""
+        """The bytes of a rank's buffer. Copies of a larger reduction go through it in rounds."""
         sent = self.rows(ranks) * self.part(ranks) * self.wire.itemsize
         return min(sent, LARGEST_FOR_KERNEL) if self.sums else sent
 
@@ -155,7 +156,7 @@ class CudaSource:
         return _uuid(torch.cuda.current_device())
 
     def check_room(self, lanes: int) -> None:
-        """Raises: RuntimeError if the kernels of so many lanes may not be on this rank's device at the same time."""
+        """Raises: RuntimeError if the kernels of this many lanes may not fit on the device at the same time."""
         # A kernel that waits for another rank keeps its multiprocessors. If two such kernels did not fit, two ranks
         # could wait for each other forever: on each, one kernel would keep out the one that the other rank waits for.
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -167,7 +168,7 @@ class CudaSource:
             )
 
     def check_links(self, devices: Mapping[int, Hashable]) -> None:
-        """Raises: RuntimeError if kernels of this rank cannot signal these devices, which are given by rank."""
+        """Raises: RuntimeError if kernels of this rank cannot signal the devices of other ranks."""
         index_of = {_uuid(index): index for index in range(torch.cuda.device_count())}
         mine = torch.cuda.current_device()
         for rank, device in devices.items():
@@ -204,15 +205,15 @@ class Refused(Exception):
 
 
 class SymmetricMemory:
-    """The symmetric memory of a mesh: its buffers, and what the ranks have decided for each kind of message.
+    """The symmetric memory of a mesh: its buffers, and the ranks' decision for each kind of messages.
 
     Attributes:
         source: where the memory comes from.
-        timeout: the seconds after which a rank that does not come is lost.
+        timeout: the seconds after which a missing rank is lost.
         buffers: all buffers.
-        answers: by channel and kind of message, how long it takes, or why symmetric memory cannot carry it.
-        buffer_of: by channel and kind of message, the buffer that carries it, if symmetric memory is faster.
-        lane_refusals: by a number of lanes, why the devices have no room for their kernels; empty if they have.
+        answers: by channel and kind of messages, how long one takes, or why symmetric memory cannot carry it.
+        buffer_of: by channel and kind of messages, the buffer that carries them, if symmetric memory is faster.
+        lane_refusals: by number of lanes, why the devices have no room for their kernels; empty if they have.
     """
 
     def __init__(self, source: CudaSource | None = None, timeout: float = math.inf) -> None:
@@ -224,7 +225,7 @@ class SymmetricMemory:
         self.lane_refusals: dict[int, str] = {}
 
     def answer(self, channel: Channel, kind: MessageKind) -> Times | str:
-        """What the ranks have decided for messages of this kind."""
+        """The ranks' decision for messages of this kind: their times, or why symmetric memory cannot carry them."""
         if channel.group.size() == 1:
             return "one rank"
         return self.answers.get(
@@ -232,7 +233,7 @@ class SymmetricMemory:
         )
 
     def reserve(self, messages: Iterable[tuple[Channel, MessageKind]], from_all: FromAll) -> None:
-        """Decide for the kinds of messages that are new. All ranks of the mesh must call this together."""
+        """Decide for all new kinds of messages. All ranks of the mesh must call this together."""
         new: dict[Channel, list[MessageKind]] = {}
         for channel, kind in dict.fromkeys(messages):
             if channel.group.size() == 1 or (channel, kind) in self.answers:
@@ -246,7 +247,7 @@ class SymmetricMemory:
             self._decide(channel, kinds, from_all)
 
     def error(self) -> str:
-        """What this rank has waited for in vain, in the work that has run so far; empty if nothing."""
+        """The error of a kernel of this rank that has waited in vain so far; empty if there is none."""
         for buffer in self.buffers:
             try:
                 buffer.memory.check()
@@ -274,7 +275,7 @@ class SymmetricMemory:
         return Times(slowest[KERNEL], slowest[NCCL], kind.nbytes, slowest[COPIES])
 
     def _refusal_of_lanes(self, lanes: int, from_all: FromAll) -> str:
-        """Why the devices have no room for the kernels of so many lanes; empty if they have."""
+        """Why the devices have no room for the kernels of this many lanes; empty if they have."""
         if lanes not in self.lane_refusals:
             try:
                 on_all_ranks(lambda: self.source.check_room(lanes), from_all)
@@ -284,8 +285,8 @@ class SymmetricMemory:
         return self.lane_refusals[lanes]
 
     def _decide(self, channel: Channel, kinds: Sequence[MessageKind], from_all: FromAll) -> None:
-        """Time messages of these kinds on a channel, and note what carries them."""
-        # The trials have a buffer of their own. If one fails, its signals are left over.
+        """Time messages of these kinds on a channel, and record what carries them."""
+        # The trials have a buffer of their own, because a trial that fails leaves signals in it.
         ranks = channel.group.size()
         nbytes = max(kind.room(ranks) for kind in kinds)
         answers: list[Times | str]
@@ -301,7 +302,7 @@ class SymmetricMemory:
                 self.buffer_of[channel, kind] = self._shared(buffer)
 
     def _shared(self, buffer: Buffer) -> Buffer:
-        """A buffer of the same channel that is there and large enough, or else this one."""
+        """An earlier buffer of the same channel that is large enough, or else this one."""
         for shared in self.buffers:
             if shared.channel is buffer.channel and shared.nbytes >= buffer.nbytes:
                 return shared
@@ -325,7 +326,7 @@ class SymmetricMemory:
 
 
 def spins_within(seconds: float, memory: ops.Symmetric) -> int:
-    """How often a kernel looks at a signal in so many seconds: measured on signals that no other rank sees."""
+    """How often a kernel looks at a signal in `seconds`, as measured on signals that no other rank sees."""
     device = memory.mine.device
     if device.type != "cuda":
         return MOST_SPINS
@@ -339,7 +340,7 @@ def spins_within(seconds: float, memory: ops.Symmetric) -> int:
 
 
 def spins_of(seconds: float, seconds_of_timed: float) -> int:
-    """How often a kernel looks at a signal in so many seconds, if `_TIMED_SPINS` looks take `seconds_of_timed`.
+    """How often a kernel looks at a signal in `seconds`, if `_TIMED_SPINS` looks take `seconds_of_timed`.
 
     >>> spins_of(570.0, 0.05) == 570 * 20 * 2**16
     True
@@ -348,7 +349,7 @@ def spins_of(seconds: float, seconds_of_timed: float) -> int:
 
 
 def on_all_ranks(run: Callable[[], T], from_all: FromAll) -> T:
-    """What `run` returns on this rank.
+    """Call `run` on all ranks. Returns its result on this rank.
 
     Raises: Refused on all ranks if it fails on one of them.
     """
@@ -358,16 +359,16 @@ def on_all_ranks(run: Callable[[], T], from_all: FromAll) -> T:
     except Exception as error:
         text = str(error).partition("\n")[0] or type(error).__name__
         reason = f"rank {dist.get_rank()}: {text}"
-    reasons = [there for there in from_all(reason) if there]
+    reasons = [x for x in from_all(reason) if x]
     if reasons:
         raise Refused(reasons[0])
     return result
 
 
 class _Trial:
-    """A message of some kind in random bits, which can be sent by NCCL, and in some ways through symmetric memory.
+    """A message of random values, to send by NCCL and in the ways through symmetric memory that can carry its kind.
 
-    `received` has what arrives through symmetric memory, by way, and `by_nccl` what NCCL brings.
+    `received` holds the tensor that each way through symmetric memory fills, and `by_nccl` the one that NCCL fills.
     """
 
     def __init__(self, kind: MessageKind, group: dist.ProcessGroup, memory: ops.Symmetric) -> None:
@@ -377,11 +378,11 @@ class _Trial:
         ranks = group.size()
         part = kind.part(ranks)
         device = memory.mine.device
-        # A generator of its own, so that the user's does not change.
+        # Its own generator, so that the user's does not change.
         generator = torch.Generator(device).manual_seed(memory.rank)
         numel = kind.rows(ranks) * part
-        drawn = kind.wire if kind.wire in FLOATS else torch.float32
-        terms = torch.randn(numel, generator=generator, device=device, dtype=drawn)
+        random_dtype = kind.wire if kind.wire in FLOATS else torch.float32
+        terms = torch.randn(numel, generator=generator, device=device, dtype=random_dtype)
         self.send_buffer = terms.to(kind.wire)
         if kind.gathers:
             self.by_nccl = self.send_buffer.new_empty(ranks * part)
@@ -394,15 +395,15 @@ class _Trial:
     def compile(self) -> None:
         """Compile and load the kernels, which may take some ranks longer than others wait in a trial.
 
-        They run on signals that nobody else sees, and give up at once.
+        They run on signals that no other rank sees, and stop waiting at once.
         """
         device = self.memory.mine.device
         if device.type == "cuda":
             ranks = self.memory.ranks
             nbytes = ranks * self.kind.wire.itemsize
             if KERNEL in self.received:
-                alone = in_one_process(ranks, nbytes, device)[self.memory.rank]
-                self._send_by_kernel(alone, part=1, spins=0)
+                own_memory = in_one_process(ranks, nbytes, device)[self.memory.rank]
+                self._send_by_kernel(own_memory, part=1, spins=0)
             if self.kind.sums:
                 self._sum(self.by_nccl)
             ops.barrier(in_one_process(ranks, nbytes, device)[self.memory.rank], spins=0)
@@ -411,7 +412,7 @@ class _Trial:
     def seconds_of(self, way: str) -> float:
         """The seconds of a message in one of the ways.
 
-        Raises: RuntimeError if this rank has given up waiting for another one.
+        Raises: RuntimeError if this rank has waited for another one in vain.
         """
         if way == KERNEL:
             part = self.kind.part(self.memory.ranks)
@@ -427,7 +428,7 @@ class _Trial:
         return seconds
 
     def gave_equal_bits(self) -> bool:
-        """Whether all ways have brought the same bits as NCCL."""
+        """Whether all ways have delivered the same bits as NCCL."""
         by_nccl = self.by_nccl.view(torch.uint8)
         return all(torch.equal(x.view(torch.uint8), by_nccl) for x in self.received.values())
 
@@ -441,7 +442,7 @@ class _Trial:
             gather(memory, send_buffer, [received[: memory.ranks * part]], [part], spins)
 
     def _send(self, received: torch.Tensor, gather: Move, exchange: Move) -> None:
-        """Send a message by functions that gather parts, and exchange rows."""
+        """Send a message by a function that gathers parts and one that exchanges rows."""
         part = self.send_buffer
         if self.kind.sums:
             exchange(self.terms, self.send_buffer)
@@ -450,7 +451,7 @@ class _Trial:
             gather(received, part)
 
     def _sum(self, received: torch.Tensor) -> torch.Tensor:
-        """Sum the terms that have arrived where this rank's part of `received` is."""
+        """Sum the terms that have arrived into this rank's part of `received`, and return the part."""
         ranks = self.memory.ranks
         part = received
         if self.kind.gathers:
@@ -478,7 +479,7 @@ def gather(
     sizes: Sequence[int],
     spins: int,
 ) -> None:
-    """Copy this rank's parts to where the other ranks read them, and read the parts of all ranks into `outs`."""
+    """Copy this rank's parts to its buffer, and read the parts of all ranks into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
     ops.all_gather(memory, outs, sizes, spins=spins)
 
@@ -491,13 +492,13 @@ def scatter(
     op: str,
     spins: int,
 ) -> None:
-    """Copy this rank's terms to where the other ranks read them, and sum the terms for this rank into `outs`."""
+    """Copy this rank's terms to its buffer, and sum the terms of all ranks for this rank into `outs`."""
     memory.mine[: send_buffer.nbytes].view(send_buffer.dtype).copy_(send_buffer)
     ops.reduce_scatter(memory, outs, sizes, op, send_buffer.dtype, spins=spins)
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Time one message out of a back-to-back series; return the best of three series."""
+    """The seconds of one message in a series, back to back: the best of three series."""
     run()  # the first message sets up its connections
     return min(back_to_back_seconds(run, torch.device("cuda"), _TIMES) for _ in range(3))
 

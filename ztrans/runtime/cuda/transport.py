@@ -1,4 +1,4 @@
-"""Whether NCCL or symmetric memory carries a collective, and the module that starts it."""
+"""Choose what carries a collective on a GPU, NCCL or symmetric memory, and make the module that starts it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def reserve_messages(
 ) -> None:
     """Decide what carries the messages of collective equations, and allocate the symmetric memory they need.
 
-    All ranks of the mesh must call this together. Each equation has its channel, the sizes of the axes, and how many
-    lanes are under way at the same time.
+    All ranks of the mesh must call this together. Each of `messages` is a channel, an equation, the sizes of the axes,
+    and the number of lanes that are under way at the same time.
     """
     if streams.symmetric is None:
         return
@@ -102,10 +102,10 @@ def streamed_start(
 def has_two_ways(
     collective: Primitive, reduction: str | None, wire: torch.dtype, route: Route | None
 ) -> bool:
-    """Whether a collective can go through symmetric memory or by NCCL, with the same bits."""
+    """Whether symmetric memory and NCCL can both carry a collective, with the same bits."""
     if collective is ALL_GATHER:
         return True
-    # NCCL would round half precision at every hop. So both ways sum terms that were exchanged, in rank order.
+    # NCCL itself would round half precision at every hop. So in both ways, ranks exchange terms and sum them in order.
     sums_half = reduction in ("sum", "mean") and wire in HALF
     return sums_half and (route is None or route.way != HIERARCHICAL)
 
@@ -118,10 +118,10 @@ def choose_transport(
     route: Route | None = None,
     is_whole: bool = False,
 ) -> Transport:
-    """Choose what carries a collective, given its reduction, its dtype on the wire, and its route.
+    """Choose what carries a collective, by its reduction, its dtype on the wire, and its route.
 
-    With `is_whole`, ranks gather the whole terms of an all_reduce. `times` is called if both ways give the same bits.
-    It returns the seconds of each, or why symmetric memory cannot be used.
+    With `is_whole`, ranks gather the whole terms of an all_reduce. `times` returns the seconds of each way, or why
+    symmetric memory cannot be used. It is called only if both ways give the same bits.
 
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
     symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
@@ -154,7 +154,7 @@ def choose_transport(
 
 
 def _work(reduction: str | None, route: Route | None) -> str:
-    """What ranks do with the bytes that arrive, if NCCL does not reduce them."""
+    """The text that says what ranks do with the bytes that arrive, if NCCL does not reduce them."""
     if reduction is None:
         return "moves bytes"
     is_hierarchical = route is not None and route.way == HIERARCHICAL
@@ -176,7 +176,7 @@ def _figures(chosen: str, times: Times) -> str:
     return ", ".join(figures)
 
 
-class _ThroughBuffer(StreamedStart):
+class _BufferedStart(StreamedStart):
     """Starts one collective equation, like `StreamedStart`, through a buffer of symmetric memory."""
 
     def __init__(self, buffer: Buffer, *common: Any) -> None:
@@ -185,8 +185,8 @@ class _ThroughBuffer(StreamedStart):
         self.buffer = buffer
 
 
-class CopiedStart(_ThroughBuffer):
-    """Starts one collective equation: copy engines copy what the other ranks have for this one."""
+class CopiedStart(_BufferedStart):
+    """Starts one collective equation, whose bytes copy engines copy from the buffers of the other ranks."""
 
     def _call_gather(
         self, received: Sequence[torch.Tensor], send_buffers: Sequence[torch.Tensor]
@@ -199,7 +199,7 @@ class CopiedStart(_ThroughBuffer):
         exchange_by_copies(self.buffer.memory, received, send_buffers, self.buffer.spins)
 
 
-class SymmetricStart(_ThroughBuffer):
+class SymmetricStart(_BufferedStart):
     """Starts one collective equation by a kernel that reads the messages of all ranks."""
 
     def _call(self, received: list[torch.Tensor], send_buffers: list[torch.Tensor]) -> None:
@@ -226,7 +226,7 @@ class SymmetricStart(_ThroughBuffer):
         """A message with a row for each of `ranks` ranks.
 
         `read` takes the symmetric memory, the packed message, the flat tensors that it fills, which become the values,
-        and the number of elements that each has for a rank.
+        and the number of elements of each for one rank.
         """
         sizes = [self.part_sizes[k] for k in ks]
         rows = [member.movedim(self.dim, 0) for member in members]

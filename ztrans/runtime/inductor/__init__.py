@@ -1,1 +1,1 @@
-"""Compile programs with Inductor: which equations run as one kernel, and how values are laid out in memory."""
+"""Compile programs with Inductor: which equations run as one kernel, and the layouts of their values."""

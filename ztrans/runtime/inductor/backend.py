@@ -1,8 +1,8 @@
-"""Compile groups of equations of a program to kernels, with Inductor.
+"""Compile groups of equations of a program into kernels with Inductor.
 
-Equal groups share a kernel, so a model of many equal layers compiles a few kernels. Nothing is sent while a program is
-compiled. Results are those of the eager backend up to rounding: a fused sum adds in another order, and values inside a
-kernel are not rounded to half precision.
+Equal groups share a kernel, so a model of many equal layers compiles only a few kernels. Ranks exchange nothing while
+they compile. Results equal those of the eager backend up to rounding: a fused sum adds in another order, and values
+inside a kernel are not rounded to half precision.
 """
 
 from __future__ import annotations
@@ -23,61 +23,65 @@ from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_user_collective
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
-from .compiler import Strided, bare, fused, infer_layouts
+from .compiler import Strided, fused, infer_layouts, inner_callable
 from .fusion import FusedGroup, computed_alike
 
 
 class KernelCall:
-    """A call of a kernel, in as little time as Python needs for one.
+    """Calls a compiled kernel with as little overhead in Python as possible.
 
-    The kernel writes result k over argument `written[k]`, unless that is None, and returns the other results. It needs
-    arguments with these `layouts`, which fake tensors do not always predict. An argument with another layout is
-    copied. The first call finds out which arguments these are: they are the same in every step.
+    The kernel writes result k over argument `destinations[k]`, unless that is None, and returns the other results. It
+    needs arguments with these `layouts`, which fake tensors do not always predict. An argument with another layout is
+    copied. The first call finds these arguments, which are the same in every step.
     """
 
     def __init__(
         self,
         kernel: Callable[[list], Sequence],
-        written: Sequence[int | None],
+        destinations: Sequence[int | None],
         layouts: Sequence[Strided],
     ) -> None:
-        self.__name__ = "kernel"  # of the function in the code that calls it
+        self.__name__ = "kernel"  # its name in generated code
         self.kernel = kernel
-        self.written = written
+        self.destinations = destinations
         self.layouts = layouts
-        self._copied: list[int] = []
+        self._copied_args: list[int] = []
         self._run: Callable[[list], Sequence] | None = None
 
     def __call__(self, *args: torch.Tensor) -> Sequence[torch.Tensor]:
         run = self._run
         if run is None:
-            self._copied = [k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])]
+            self._copied_args = [
+                k for k, layout in enumerate(self.layouts) if not layout.fits(args[k])
+            ]
         inputs = [*args]
-        for k in self._copied:
+        for k in self._copied_args:
             inputs[k] = self.layouts[k].conform(args[k])
         if run is None:
             returned = self.kernel(inputs)
-            self._run = bare(self.kernel)
+            self._run = inner_callable(self.kernel)
         else:
             returned = run(inputs)
-        if len(returned) == len(self.written):
+        if len(returned) == len(self.destinations):
             return returned
         results = iter(returned)
-        return [next(results) if k is None else args[k] for k in self.written]
+        return [next(results) if k is None else args[k] for k in self.destinations]
 
 
 @dataclass(frozen=True, eq=False)
 class InductorExecutable(Executable):
-    """A compiled program. A batch with other layouts than `layouts`, those of the tensors among the inputs, is copied.
+    """A compiled program.
 
-    `kernels` holds what was compiled, by what it computes.
+    Attributes:
+        kernels: the compiled kernels, by what they compute.
+        layouts: the layouts of the tensors among the inputs. A batch with other layouts is copied.
     """
 
     kernels: Mapping[Hashable, Callable]
     layouts: Sequence[Strided]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        n = self.num_state  # all of which is contiguous, as `layouts` say
+        n = self.num_state  # the state is contiguous, as `layouts` say
         count = len(self.layouts)
         batch = (layout.conform(x) for x, layout in zip(inputs[n:count], self.layouts[n:]))
         return super().__call__([*inputs[:n], *batch, *inputs[count:]])
@@ -90,23 +94,23 @@ def executable(
     inputs: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None = None,
 ) -> InductorExecutable:
-    """Compile the program of this rank of `mesh`, for inputs with the layouts of `inputs`.
+    """Compile this rank's program, for inputs with the layouts of `inputs`.
 
-    The equations of each of the `groups` are next to each other. Returns a function of flat inputs (see
+    The equations of each group must be next to each other. Returns a function of flat inputs (see
     `executable.Executable`).
     """
-    program = _lay_out(graph, groups, mesh, inputs)
+    program = _rank_program(graph, groups, mesh, inputs)
     kernels, compiled = _compile(program)
-    together = [group.eqns for group in program.groups]
+    eqn_groups = [group.eqns for group in program.groups]
     device = device_of(inputs)
-    code = to_fx(graph, mesh, True, together, kernels, on_write=on_write, device=device)
+    code = to_fx(graph, mesh, True, eqn_groups, kernels, on_write=on_write, device=device)
     layouts = [program.layouts[v] for v in graph.tensor_inputs]
     outputs = aliased_outputs(graph)
     return InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
 
 
 @dataclass(frozen=True, eq=False)
-class _LaidOut:
+class _RankProgram:
     """A program and its groups, with the layouts and the lifetimes of its values on one rank."""
 
     graph: Graph
@@ -116,28 +120,28 @@ class _LaidOut:
     layouts: Mapping[Var, Strided]
 
 
-def _lay_out(
+def _rank_program(
     graph: Graph,
     groups: Sequence[FusedGroup],
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
-) -> _LaidOut:
-    """Infer layouts, and drop the groups whose values are on several devices.
+) -> _RankProgram:
+    """Infer layouts and lifetimes, and drop the groups whose values are on several devices.
 
-    The equations of a dropped group run one by one. They may then write over their arguments, so the lifetimes are
-    computed again.
+    The equations of a dropped group run one by one, and may then write over their arguments. So layouts and lifetimes
+    are computed again without it.
     """
     rank = coordinates(graph, mesh)
     bound = by_group(graph, mesh) if mesh is not None else graph
 
-    def with_groups(groups: Sequence[FusedGroup]) -> _LaidOut:
+    def with_groups(groups: Sequence[FusedGroup]) -> _RankProgram:
         in_kernels: set[Eqn] = set()
         for group in groups:
             if not group.is_update:
                 in_kernels.update(group.eqns)
         lifetimes = donation(graph, frozenset(in_kernels))
         layouts = infer_layouts(bound, rank, inputs, lifetimes.in_place_ops)
-        return _LaidOut(graph, groups, rank, lifetimes, layouts)
+        return _RankProgram(graph, groups, rank, lifetimes, layouts)
 
     program = with_groups(groups)
     on_one_device = []
@@ -151,35 +155,35 @@ def _lay_out(
 
 def _is_on_one_device(group: FusedGroup, layouts: Mapping[Var, Strided]) -> bool:
     """Whether all values of a group are on one device. A scalar, such as lr, may be on another one."""
-    of_group = [layouts[v] for v in (*group.ins, *group.outs)]
-    devices = {x.device for x in of_group if x.shape}
+    group_layouts = [layouts[v] for v in (*group.ins, *group.outs)]
+    devices = {x.device for x in group_layouts if x.shape}
     if not devices:
-        devices = {x.device for x in of_group}
+        devices = {x.device for x in group_layouts}
     return len(devices) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class _KernelSource:
-    """A kernel that is to be compiled for a group.
+    """The kernel of a group before it is compiled.
 
-    The kernel writes result k over argument `written[k]`, unless that is None. It may reuse the memory of the arguments
+    It writes result k over argument `destinations[k]`, unless that is None. It may reuse the memory of the arguments
     `donated`. A `deterministic` kernel is the same on all ranks.
     """
 
     eqns: Sequence[Eqn]
     ins: tuple[Var, ...]
     outs: tuple[Var, ...]
-    written: tuple[int | None, ...]
+    destinations: tuple[int | None, ...]
     donated: tuple[int, ...]
     deterministic: bool
 
     def structure(self, layouts: Mapping[Var, Strided]) -> Hashable:
-        """What the kernel computes. Kernels with equal structures are compiled once."""
-        computed = structures(self.eqns, self.ins, self.outs, layouts.__getitem__)
-        return computed, self.written, self.donated, self.deterministic
+        """A key for what the kernel computes. Kernels with equal keys are compiled once."""
+        eqn_structures = structures(self.eqns, self.ins, self.outs, layouts.__getitem__)
+        return eqn_structures, self.destinations, self.donated, self.deterministic
 
     def compile(self, layouts: Mapping[Var, Strided]) -> Callable[[list], Sequence]:
-        """Compile the kernel to a function, which returns the results that are not written over an argument."""
+        """Compile the kernel. The function returns the results that it does not write over an argument."""
 
         def kernel(*args: torch.Tensor) -> list[torch.Tensor]:
             env = dict(zip(self.ins, args))
@@ -188,7 +192,7 @@ class _KernelSource:
                     if v is not None:
                         env[v] = x
             returned = []
-            for v, k in zip(self.outs, self.written):
+            for v, k in zip(self.outs, self.destinations):
                 if k is None:
                     returned.append(env[v])
                 else:
@@ -200,9 +204,9 @@ class _KernelSource:
 
 
 def _compile(
-    program: _LaidOut,
+    program: _RankProgram,
 ) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[Hashable, Callable]]:
-    """Compile the groups. Returns the call of each, and the compiled kernels by what they compute."""
+    """Compile the groups. Returns the kernel of each group, and the compiled functions by what they compute."""
     layouts = program.layouts
     state = set(program.graph.inputs[: program.graph.num_state])
     compiled: dict[Hashable, Callable] = {}
@@ -211,45 +215,45 @@ def _compile(
         key = source.structure(layouts)
         if key not in compiled:
             compiled[key] = source.compile(layouts)
-        call = KernelCall(compiled[key], source.written, [layouts[v] for v in source.ins])
-        overwritten = [source.ins[k] for k in source.written if k is not None]
-        writes_state = not state.isdisjoint(overwritten)
+        call = KernelCall(compiled[key], source.destinations, [layouts[v] for v in source.ins])
+        writes_state = any(source.ins[k] in state for k in source.destinations if k is not None)
         kernels[group.eqns] = Kernel(call, source.ins, group.outs, writes_state)
     return kernels, compiled
 
 
-def _kernel_sources(program: _LaidOut) -> Iterator[tuple[FusedGroup, _KernelSource]]:
-    """The kernel of each group that is to be compiled."""
+def _kernel_sources(program: _RankProgram) -> Iterator[tuple[FusedGroup, _KernelSource]]:
+    """The groups to compile, each with the source of its kernel."""
     graph = program.graph
     position = {eqn: i for i, eqn in enumerate(graph.eqns)}
     writes_from = first_write(graph)
     maker = producers(graph.eqns)
-    alike = computed_alike(graph)
+    same_on_all_ranks = computed_alike(graph)
     old_by_new = _old_values(graph)
     for group in program.groups:
         if group.is_update:
             continue
         end = position[group.eqns[-1]]
         old_state: dict[Var, Var] = {}
-        # With the update last, a step that fails before its first write leaves the old state whole.
+        # A kernel before the first write of the program must not write over the state: a step that fails there leaves
+        # the old state intact.
         if position[group.eqns[0]] >= writes_from:
-            old_state = _overwritten(program, group, old_by_new, end)
+            old_state = _overwritable(program, group, old_by_new, end)
         ins = tuple(dict.fromkeys((*group.ins, *old_state.values())))
-        written = [ins.index(old_state[v]) if v in old_state else None for v in group.outs]
+        destinations = [ins.index(old_state[v]) if v in old_state else None for v in group.outs]
         source = _KernelSource(
             eqns=[localize(eqn, graph.axes, program.coordinates) for eqn in group.eqns],
             ins=ins,
             outs=group.outs,
-            written=tuple(written),
-            donated=_donated(program, ins, maker, end),
-            # What all ranks must compute alike takes the same kernel on all of them, even if another is faster.
-            deterministic=any(maker[v] in alike for v in group.outs),
+            destinations=tuple(destinations),
+            donated=_donated_args(program, ins, maker, end),
+            # All ranks use the same kernel for results that must be equal on them, even if another one is faster.
+            deterministic=any(maker[v] in same_on_all_ranks for v in group.outs),
         )
         yield group, source
 
 
 def _old_values(graph: Graph) -> dict[Var, Var]:
-    """By new value, the leaf of the state or the donated input that it replaces. Of equal new values, the first."""
+    """The state leaf or donated input that each new value replaces: the first leaf, if it replaces several."""
     old_by_new: dict[Var, Var] = {}
     for old, new in zip(graph.inputs, graph.outputs[: graph.num_state]):
         old_by_new.setdefault(new, old)
@@ -258,30 +262,31 @@ def _old_values(graph: Graph) -> dict[Var, Var]:
     return old_by_new
 
 
-def _overwritten(
-    program: _LaidOut, group: FusedGroup, old_by_new: Mapping[Var, Var], end: int
+def _overwritable(
+    program: _RankProgram, group: FusedGroup, old_by_new: Mapping[Var, Var], end: int
 ) -> dict[Var, Var]:
-    """By result that may be written over an input: that input, a leaf of the state or a donated value.
+    """The inputs that results of a group may be written over, by result.
 
-    Nothing reads the input after position `end`.
+    Each is a leaf of the state or a donated value, which nothing reads after position `end`.
     """
     owner = program.donation.owner
-    overwritten = {}
+    old_values = {}
     for new in group.outs:
         old_value = old_by_new.get(new)
         if old_value is None or not old_value.is_like(new) or owner[new] is not new:
             continue
         if _is_free(old_value, group.ins, program.donation, end):
-            overwritten[new] = old_value
-    return overwritten
+            old_values[new] = old_value
+    return old_values
 
 
-def _donated(
-    program: _LaidOut, ins: Sequence[Var], maker: Mapping[Var, Eqn], end: int
+def _donated_args(
+    program: _RankProgram, ins: Sequence[Var], maker: Mapping[Var, Eqn], end: int
 ) -> tuple[int, ...]:
-    """The positions of the arguments that own their storage, and that nothing reads after position `end`.
+    """The positions of the arguments whose memory a kernel may reuse.
 
-    A kernel may reuse their memory. A constant is made once and used by every step, so it is not among them.
+    They own their storage, and nothing reads them after position `end`. A constant is never donated, because it is made
+    once and used by every step.
     """
     positions = []
     for k, v in enumerate(ins):
@@ -297,7 +302,7 @@ def _donated(
 def _is_free(v: Var, ins: Sequence[Var], lifetimes: Donation, end: int) -> bool:
     """Whether nothing reads a storage after position `end`, and no other argument shares it.
 
-    A kernel does not know that two of its arguments share memory.
+    A kernel assumes that its arguments share no memory.
     """
     last_read = max(lifetimes.last.get(v, -1), lifetimes.read_until.get(v, -1))
     is_shared = any(lifetimes.owner[x] is v for x in ins if x is not v)

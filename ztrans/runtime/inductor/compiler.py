@@ -1,7 +1,6 @@
-"""A function of tensors as one kernel that Inductor compiles, for tensors of given layouts.
+"""Compile a function of tensors with Inductor, and infer the layouts of the values of a program.
 
-The layouts of the values of a program are found without computing any: each kind of equation runs once, on fake
-tensors.
+The layouts are inferred without computing any value: each kind of equation runs once, on fake tensors.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -31,7 +30,7 @@ from ...ir.update_groups import is_fused_update
 
 
 class Strided(NamedTuple):
-    """A tensor without its elements: the arguments of `torch.empty_strided`."""
+    """The layout of a tensor, as the arguments of `torch.empty_strided`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,11 +42,11 @@ class Strided(NamedTuple):
         return Strided(x.dtype, tuple(x.shape), x.stride(), x.device)
 
     def empty(self) -> torch.Tensor:
-        """A tensor with this layout, without values."""
+        """An uninitialized tensor with this layout."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether a tensor has this shape, dtype and strides. The stride of a dim of size 1 does not count."""
+        """Whether a tensor has this shape, dtype and strides. The stride of a dim of size 1 may differ."""
         if x.shape != self.shape or x.dtype != self.dtype:
             return False
         if x.stride() == self.stride:
@@ -56,22 +55,22 @@ class Strided(NamedTuple):
         return all(size == 1 or stride == expected for size, stride, expected in dims)
 
     def conform(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, copied if it has other strides or another dtype: fake tensors do not always predict those of a result.
+        """`x` in this layout: copied if its strides or its dtype differ, which fake tensors do not always predict.
 
         Raises: RuntimeError if it has another shape.
         """
         if x.shape != self.shape:
             raise RuntimeError(
                 f"inductor: a value has shape {[*x.shape]}, and {[*self.shape]} in the traced program.\n"
-                f"The fake implementation of an operation (register_fake) returns another shape than the operation. "
-                f"Correct it, or compile(backend='eager')."
+                f"The fake implementation of an operation (register_fake) returns a shape that differs from the "
+                f"operation's. Correct it, or compile(backend='eager')."
             )
         return x if self.fits(x) else self.empty().copy_(x)
 
 
 @contextlib.contextmanager
 def fake() -> Iterator[FakeTensorMode]:
-    """Tensors created inside have types and strides, and no elements."""
+    """A context that creates tensors with dtypes, shapes and strides, but without elements."""
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode, torch.no_grad():
         yield mode
 
@@ -82,23 +81,23 @@ def infer_layouts(
     inputs: Sequence[torch.Tensor],
     in_place_ops: Mapping[Eqn, Any],
 ) -> dict[Var, Strided]:
-    """Infer the layout of every value on the rank at these coordinates, from those of its inputs.
+    """Infer the layout of every value of a program on the rank at these coordinates.
 
-    An equation with an in-place operation writes its result over an argument, whose layout it keeps.
+    The result of an in-place operation keeps the layout of the argument that it overwrites.
     """
     layouts = {v: Strided.of(x) for v, x in zip(graph.tensor_inputs, inputs, strict=True)}
     device = device_of(inputs) or torch.device("cpu")
-    layouts.update(_of_carried(graph, coordinates, device))
+    layouts.update(_carried_layouts(graph, coordinates, device))
     by_structure: dict[Hashable, list[Strided | None]] = {}
     for eqn in graph.eqns:
         shapes = [local_shape(v, graph.axes, coordinates) for v in eqn.results]
         results: Sequence[Strided | None]
         if isinstance(eqn.op, Primitive):
-            results = _of_primitive(eqn, shapes, layouts, device)
+            results = _primitive_layouts(eqn, shapes, layouts, device)
         else:
             op = in_place_ops.get(eqn)
             if isinstance(op, torch._ops.OpOverload) and op._schema.returns:
-                eqn = eqn.replace(op=op)  # what runs in the end
+                eqn = eqn.replace(op=op)  # the operation that will run
             results = _run_fake(localize(eqn, graph.axes, coordinates), layouts, by_structure)
         for v, layout in zip(eqn.outs, results):
             if v is not None and layout is not None:
@@ -106,15 +105,15 @@ def infer_layouts(
     return layouts
 
 
-def _of_primitive(
+def _primitive_layouts(
     eqn: Eqn,
     shapes: Sequence[tuple[int, ...]],
     layouts: Mapping[Var, Strided],
     device: torch.device,
 ) -> list[Strided]:
-    """The layouts of the results of a primitive. Received values are contiguous, whatever was sent.
+    """The layouts of the results of a primitive, in a program on `device`.
 
-    A copy between two memories keeps the strides. `device` is that of the program.
+    Received values are contiguous, whatever was sent. A copy between two memories keeps the strides.
     """
     if rules(eqn).copies:
         target = device if eqn.out.memory == "device" else torch.device("cpu")
@@ -122,41 +121,41 @@ def _of_primitive(
     if rules(eqn).shares_storage(eqn):
         return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
     device = layouts[eqn.ins[0]].device
-    return [_received(v, shape, device) for v, shape in zip(eqn.results, shapes)]
+    return [_received_layout(v, shape, device) for v, shape in zip(eqn.results, shapes)]
 
 
-def _of_carried(
+def _carried_layouts(
     graph: Graph, coordinates: Mapping[str, int], device: torch.device
 ) -> Iterator[tuple[Var, Strided]]:
-    """The layouts of the values that the step before has started to gather."""
+    """The layouts of the values that the previous step has started to gather."""
     for v in graph.carried_inputs:
-        yield v, _received(v, local_shape(v, graph.axes, coordinates), device)
+        yield v, _received_layout(v, local_shape(v, graph.axes, coordinates), device)
 
 
-def _received(v: Var, shape: tuple[int, ...], device: torch.device) -> Strided:
-    """The layout of a value that a collective brings."""
+def _received_layout(v: Var, shape: tuple[int, ...], device: torch.device) -> Strided:
+    """The layout of a value that a collective delivers: contiguous."""
     return Strided(v.dtype, shape, torch.empty(shape, device="meta").stride(), device)
 
 
 def _run_fake(
     eqn: Eqn, layouts: Mapping[Var, Strided], by_structure: dict[Hashable, list[Strided | None]]
 ) -> list[Strided | None]:
-    """Run an equation on fake tensors, unless one of the same structure has run."""
+    """The layouts of an equation's results, from a run on fake tensors; one run for all of the same structure."""
     if is_fused_update(eqn):  # fake tensors would compute these for real
         overwritten = updated(eqn, in_place(eqn.op))
         if overwritten:
             return [layouts[v] for v, _ in overwritten]
     launch = eqn.args[0] if eqn.args else None
-    if isinstance(launch, Launch):  # a kernel does not run on them
+    if isinstance(launch, Launch):  # Triton kernels cannot run on fake tensors
         tensors = zip(launch.tensors, eqn.args[1:])
         return [layouts[v] for name, v in tensors if name in launch.changed]
     key = structure(eqn, layouts.__getitem__)
     if key not in by_structure:
-        found: list[Strided | None] = []
+        results: list[Strided | None] = []
         with fake():
             for x in compute(eqn, {v: layouts[v].empty() for v in eqn.ins}):
-                found.append(Strided.of(x) if isinstance(x, torch.Tensor) else None)
-        by_structure[key] = found
+                results.append(Strided.of(x) if isinstance(x, torch.Tensor) else None)
+        by_structure[key] = results
     return by_structure[key]
 
 
@@ -166,10 +165,10 @@ def fused(
     donated: Sequence[int] = (),
     deterministic: bool = False,
 ) -> Callable[[list], Sequence]:
-    """Compile `function` with Inductor, as one kernel if possible.
+    """Compile `function` with Inductor, into one kernel if possible.
 
-    The kernel takes a list of tensors with the layouts `like`. It may write over the arguments whose positions are in
-    `donated`. With `deterministic` no timing decides how it computes, so that all ranks have the same kernel.
+    The kernel takes a list of tensors with the layouts `like`. It may write over the arguments at the positions
+    `donated`. With `deterministic`, Inductor selects nothing by timing, so that all ranks get the same kernel.
     """
     from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
@@ -191,14 +190,14 @@ def fused(
         # The names of the arguments are the only part of Inductor's cache key that shows which are donated.
         node.target = f"donated_{k}" if k in donated else f"given_{k}"
     module.recompile()
-    # Inductor donates buffers to the backward pass of a compiled model only, so this is compiled as one. Of the
-    # metadata of such a pass it reads these two fields.
+    # Inductor donates buffers only to the backward pass of a compiled model, so compile the kernel as one. It reads
+    # only these two fields of the metadata of such a pass.
     context = TracingContext(mode)
     metadata: Any = SimpleNamespace(static_input_indices=[], bw_donated_idxs=[*donated])
     context.fw_metadata = metadata
-    # `KernelCall` checks the layouts of the arguments at its first call, so the kernel need not do so at every call.
-    # A launch waits while the GPU's queue is full. Inductor's own launcher holds the GIL meanwhile, so signal handlers,
-    # and the threads that write checkpoints or end this process, would wait too.
+    # No size_asserts: `KernelCall` checks the layouts of the arguments once, at its first call.
+    # No static launcher: a launch waits while the GPU's queue is full, and Inductor's own launcher holds the GIL while
+    # it waits. Signal handlers, and the threads that write checkpoints or end this process, would wait too.
     options = {
         "deterministic": deterministic,
         "size_asserts": False,
@@ -208,13 +207,13 @@ def fused(
         return compile_fx_inner(module, fakes, is_backward=True)
 
 
-def bare(kernel: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
-    """What a compiled kernel calls in the end, without what Inductor does around its first call."""
+def inner_callable(kernel: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
+    """The function inside a compiled kernel, without the work that Inductor does around its first call."""
     return getattr(kernel, "current_callable", None) or kernel
 
 
 def check_compiler() -> None:
-    """Raises: ValueError when Inductor finds no C++ compiler."""
+    """Raises: ValueError if Inductor finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,10 +1,10 @@
-"""Choose the equations of a program that run as one, and put these next to each other.
+"""Group the equations of a program that run as one kernel or call, and put each group's equations next to each other.
 
-A group is a connected set of elementwise equations and reductions, which become a kernel. Equal updates of a fused
-optimizer, one equation for each tensor, are a group that a single call of PyTorch computes, and so are equal counters
-of steps. Matrix products, attention, random draws and communication are in no group, and keep their order. Groups
-depend on the equations, not on where the plan placed the collectives, so equal layers have equal groups. The exception
-are equations that would keep values live at the peak of memory (see `running_order`).
+A group is a connected set of elementwise equations and reductions, which becomes one kernel. Equal updates of a fused
+optimizer, one equation for each tensor, form a group that a single call of PyTorch computes; so do equal counters of
+steps. Matrix products, attention, random draws and communication join no group, and keep their order. Groups depend on
+the equations, not on where the plan placed the collectives, so equal layers have equal groups. Equations that would
+keep values live at the peak of memory are the exception (see `running_order`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ...ir.pairing import Pairs, pair
 from ...ir.update_groups import EqnGroup, has_list_form, is_fused_update
 from ...ir.varying import varying
 
-# Equations of a kernel: to compile a larger one takes longer than its fusion saves.
+# The most equations of a kernel: compiling a larger one takes longer than its fusion saves.
 MOST = 64
 _CONSTANTS = {"arange", "full", "ones", "scalar_tensor", "zeros"}
 
 
 @dataclass(frozen=True, eq=False)
 class FusedGroup:
-    """Equations that run as one.
+    """Equations that run as one kernel or one call.
 
     Attributes:
-        eqns: the equations, next to each other in the program.
-        ins: the values that they read.
-        outs: the results that other equations read.
-        is_update: whether these are equal updates, which one call of PyTorch computes; the others become a kernel.
+        eqns: the equations, which are next to each other in the program.
+        ins: the values that they read from outside.
+        outs: the results that other equations or the outputs read.
+        is_update: whether they are equal updates, which one call of PyTorch computes. Other groups become a kernel.
     """
 
     eqns: tuple[Eqn, ...]
@@ -52,12 +52,12 @@ def fuse(
     """Group the equations of a program.
 
     Args:
-        graph: the program, in which equal updates are next to each other.
-        updates: those of its groups that one call of PyTorch computes (see `runs_in_one_call`).
-        unmoved: the equations that stay in their places: they join a group only if they need not move.
-        alone: the equations that join no group.
+        graph: the program, with equal updates next to each other.
+        updates: groups of equal updates, one call of PyTorch for each (see `runs_in_one_call`).
+        unmoved: equations that keep their places: they join a group only if they need not move.
+        alone: equations that join no group.
 
-    Returns: The program with the equations of each group next to each other, and the groups in their order.
+    Returns: The program with the equations of each group next to each other, and the groups in program order.
     """
     items = _Items(pair(graph), updates, unmoved, alone)
     for eqn in _waits_together(graph, items.pairs):
@@ -80,7 +80,7 @@ def fuse(
 def _group(
     k: int, eqns: Sequence[Eqn], readers: Mapping[Var, set[int]], is_update: bool
 ) -> FusedGroup:
-    """The group of the equations with number k among those that run together; `readers` has such numbers by value."""
+    """The group of part k of the program. `readers` are the numbers of the parts that read each value."""
     reads: dict[Var, None] = {}
     results: dict[Var, None] = {}
     for eqn in eqns:
@@ -92,7 +92,7 @@ def _group(
 
 
 def _readers(parts: Sequence[list[Eqn]], graph: Graph) -> dict[Var, set[int]]:
-    """By value, which parts of the program read it; the outputs count as one more part."""
+    """The numbers of the parts that read each value. The outputs of the program count as one more part."""
     readers: dict[Var, set[int]] = {}
     for k, part in enumerate(parts):
         for eqn in part:
@@ -104,23 +104,24 @@ def _readers(parts: Sequence[list[Eqn]], graph: Graph) -> dict[Var, set[int]]:
 
 
 def computed_alike(graph: Graph) -> frozenset[Eqn]:
-    """The equations whose results must have the same bits on all ranks, if there are several.
+    """The equations whose results must have the same bits on all ranks; none if there is one rank.
 
-    They are those of the update, and those on which no batch has an effect. Their kernels must not depend on anything
-    in which ranks may differ, such as the size of a batch: a kernel rounds otherwise than its equations one by one.
+    These are the update, and all equations that do not depend on the batch. Their kernels must not depend on anything
+    that may differ between ranks, such as the size of a batch, because a kernel rounds differently from its equations
+    run one by one.
     """
     if all(size == 1 for size in graph.axes.values()):
         return frozenset()
     may_differ = varying(graph, ("batch",))
-    alike = []
+    replicated = []
     for eqn in graph.eqns:
         if eqn.region == "update" or any(v not in may_differ for v in eqn.results):
-            alike.append(eqn)
-    return frozenset(alike)
+            replicated.append(eqn)
+    return frozenset(replicated)
 
 
 def runs_in_one_call(eqn: Eqn) -> bool:
-    """Whether one call of PyTorch computes such an equation together with its equals: a fused update or a counter."""
+    """Whether one call of PyTorch can compute this equation with equal ones: a fused update, or a counter of steps."""
     return is_fused_update(eqn) or _is_counter(eqn)
 
 
@@ -136,7 +137,7 @@ def _is_fusible(eqn: Eqn) -> bool:
     fuses = facts.pointwise or facts.reduction or facts.fuses
     if not fuses or facts.random or _is_complex(eqn):
         return False
-    # A tensor among the arguments is a constant of the user's, which no kernel takes.
+    # A tensor among the arguments is a constant of the user, and kernels take none.
     constants = instances((eqn.args, eqn.kwargs), torch.Tensor)
     return not constants
 
@@ -146,7 +147,7 @@ def _is_real_view(eqn: Eqn) -> bool:
 
 
 def _is_complex(eqn: Eqn) -> bool:
-    """Whether an equation reads or returns complex numbers, for which Inductor generates no kernels."""
+    """Whether an equation reads or returns complex numbers. Inductor generates no kernels for them."""
     return any(v.dtype.is_complex for v in (*eqn.ins, *eqn.results))
 
 
@@ -156,9 +157,9 @@ def _is_small(eqn: Eqn) -> bool:
 
 @dataclass(eq=False)
 class _Item:
-    """Equations at one position of the new order: a group with the views of its values, or a single other equation.
+    """The equations at one position of the new order: a group with views of its values, or a single other equation.
 
-    Items form a union-find forest: when one item absorbs another, the absorbed item is empty and points to it.
+    Items form a union-find forest: an item that another one absorbs becomes empty, and points to it.
     """
 
     position: tuple[int, int]
@@ -177,11 +178,11 @@ class _Item:
 
 
 class _Items:
-    """The items of a program, built equation by equation. Their positions are an order of the program.
+    """The items of a program, built equation by equation. Their positions give the new order of the program.
 
-    An equation joins the item that computes the last of its inputs, if it can run in the kernel of that item. An
-    earlier item which only that item reads can run later, so it is absorbed. Views and scalars take the position of the
-    item that they read. Constants, and views of them, are deferred until an equation reads them.
+    An equation joins the item that computes the last of its inputs, if it can run in the kernel of that item. The item
+    absorbs an earlier item that nothing else reads, because that can run later. Views and scalars take the position of
+    the item that they read. Constants, and views of them, are deferred until an equation reads them.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class _Items:
         self.update_of: dict[Eqn, EqnGroup] = {}
         for update in updates:
             self.update_of.update(dict.fromkeys(update, update))
-        self.items = [_Item((0, 0))]  # the first item holds the views of inputs
+        self.items = [_Item((0, 0))]  # holds views of inputs
         self.item_of: dict[Var, _Item] = {}
         self.deferred: dict[Var, Eqn] = {}
 
@@ -221,14 +222,15 @@ class _Items:
             self.add_alone(update)
 
     def add_fusible(self, eqn: Eqn, latest: _Item) -> None:
-        """Put an equation into the last item that it reads, or into a new one, with the constants that it needs."""
+        """Put an equation, with the constants that it reads, into the last item that it reads or into a new one."""
         if self.may_join(eqn, latest):
             item = latest
         else:
             # A scalar is cheap at any position. It is computed early, so that it does not separate updates.
             item = self.new_item(True, neighbour=latest if _is_small(eqn) else None)
-        for each in (*self.take_deferred(eqn), eqn):
-            self.append(each, item)
+        for constant in self.take_deferred(eqn):
+            self.append(constant, item)
+        self.append(eqn, item)
 
     def add_alone(self, eqns: Sequence[Eqn]) -> None:
         """Put an equation that is not fused, or equal updates, into a new item."""
@@ -240,7 +242,7 @@ class _Items:
             self.append(eqn, item)
 
     def append(self, eqn: Eqn, item: _Item) -> None:
-        """Put an equation at the end of an item, and let the item absorb those that it can."""
+        """Put an equation at the end of an item, and let the item absorb the earlier items that it can."""
         for earlier in self.read_items(eqn):
             if earlier is item:
                 continue
@@ -271,21 +273,21 @@ class _Items:
         return _is_real_view(eqn) and all(v in self.deferred for v in eqn.ins)
 
     def take_deferred(self, eqn: Eqn) -> list[Eqn]:
-        """Remove and return the deferred equations that `eqn` needs, in an order in which they can run."""
-        needed = dict.fromkeys(self.deferred[v] for v in eqn.ins if v in self.deferred)
-        for each in needed:
-            for out in each.results:
+        """Remove and return the deferred equations that `eqn` needs, in an order that can run."""
+        constants = dict.fromkeys(self.deferred[v] for v in eqn.ins if v in self.deferred)
+        for constant in constants:
+            for out in constant.results:
                 self.deferred.pop(out, None)
-        in_order: list[Eqn] = []
-        for each in needed:
-            in_order += self.take_deferred(each)
-            in_order.append(each)
-        return in_order
+        eqns: list[Eqn] = []
+        for constant in constants:
+            eqns += self.take_deferred(constant)
+            eqns.append(constant)
+        return eqns
 
     def may_join(self, eqn: Eqn, item: _Item) -> bool:
         """Whether `eqn` reads a value of the item that is more than a scalar.
 
-        If a scalar sufficed, all updates that share one, such as a clip coefficient, would become one group.
+        If a scalar were enough, all updates that share one, such as a clip coefficient, would become one group.
         """
         if not item.fusible or len(item.eqns) >= MOST:
             return False
@@ -301,41 +303,41 @@ class _Items:
             return False
         if not all(reader.root is item for reader in earlier.read_by):
             return False
-        return not any(each in self.unmoved for each in earlier.eqns)
+        return not any(x in self.unmoved for x in earlier.eqns)
 
 
 def _waits_together(graph: Graph, pairs: Pairs) -> Iterator[Eqn]:
-    """The equations of a program, with all waits for a bucket at the place of its first wait."""
+    """The equations of a program, with all waits for a bucket moved to its first wait."""
     for i, eqn in enumerate(graph.eqns):
-        waited = pairs.waits.get(eqn)
-        if waited is None:
+        paired_wait = pairs.waits.get(eqn)
+        if paired_wait is None:
             yield eqn
-        elif waited.started.first_wait == i:
-            yield from (graph.eqns[k] for k in sorted(waited.started.waits))
+        elif paired_wait.started.first_wait == i:
+            yield from (graph.eqns[k] for k in sorted(paired_wait.started.waits))
 
 
 def _parts(item: _Item) -> Iterator[list[Eqn]]:
-    """The group of an item, if it has one; then, one by one, its other equations, which are views."""
-    grouped = _grouped(item)
-    if grouped:
-        yield [eqn for eqn in item.eqns if eqn in grouped]
+    """The group of an item, if it has one; then its other equations, which are views, one by one."""
+    group_eqns = _group_eqns(item)
+    if group_eqns:
+        yield [eqn for eqn in item.eqns if eqn in group_eqns]
     for eqn in item.eqns:
-        if eqn not in grouped:
+        if eqn not in group_eqns:
             yield [eqn]
 
 
-def _grouped(item: _Item) -> set[Eqn]:
-    """The equations of an item that are a group, with the views that they read, which run in their kernel."""
-    grouped = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
+def _group_eqns(item: _Item) -> set[Eqn]:
+    """The equations of an item that form a group, with the views that they read, which run in their kernel."""
+    group_eqns = {eqn for eqn in item.eqns if not _is_real_view(eqn)}
     # A kernel of one equation saves nothing.
-    if item.fusible and sum(map(_is_fusible, grouped)) < 2:
+    if item.fusible and sum(map(_is_fusible, group_eqns)) < 2:
         return set()
     group_reads: set[Var] = set()
-    for eqn in grouped:
+    for eqn in group_eqns:
         group_reads.update(eqn.ins)
-    # Backwards, so that a view of a view is found too.
+    # Backwards, to include views of views.
     for eqn in reversed(item.eqns):
-        if eqn not in grouped and not group_reads.isdisjoint(eqn.outs):
+        if eqn not in group_eqns and any(v in group_reads for v in eqn.outs):
             group_reads.update(eqn.ins)
-            grouped.add(eqn)
-    return grouped
+            group_eqns.add(eqn)
+    return group_eqns
