@@ -130,7 +130,7 @@ def _ancestors(
         ancestors.add(node)
         storages |= _storages([node])
         frontier += node.all_input_nodes
-        # All memory so far is known now. Its writers may add more nodes.
+        # Only now is all memory of the ancestors known, and with it the nodes that write into it.
         if not frontier:
             for writer, target_storages in writers:
                 if writer not in ancestors and storages & target_storages:

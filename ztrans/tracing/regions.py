@@ -103,7 +103,7 @@ def _batch_values(graph: Graph) -> Set[Var]:
     eqns = []
     for e in graph.eqns:
         # No equation has a region yet. A draw in the shape of an invariant value does not depend on the batch. It is
-        # labelled update here, where `varying` takes such a draw for invariant.
+        # labelled update here, because `varying` treats such a draw of the update as invariant.
         eqns.append(e.replace(region="update") if is_random(e) else e)
     return varying(graph.replace(eqns=tuple(eqns)), ("batch",)).keys()
 
