@@ -104,7 +104,7 @@ def turn(step: Step, device: torch.device) -> tuple[float, Tensor]:
 def launched(step: Step, device: torch.device) -> int:
     """The kernels that run on the GPU in one step."""
     on = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=on) as recorded:
+    with profile(activities=on, acc_events=True) as recorded:
         step()
         _synchronize(device)
     ran = [

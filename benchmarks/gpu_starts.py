@@ -69,7 +69,8 @@ def profiled(run: Callable[[], object], starts: Iterable[StreamedStart]) -> dict
     """The microseconds of a start, by function, while `run` runs."""
     for start in starts:
         label(start)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    # There is one cycle; without `acc_events`, torch 2.11 warns that the next cycle would clear its events.
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         run()
     return split(found.key_averages())
 
