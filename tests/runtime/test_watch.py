@@ -217,6 +217,14 @@ def test_after_a_step_that_fails_no_other_one_runs(groups):
         groups.open()
 
 
+@pytest.mark.parametrize("text", ["\x1b" * 3000, '"\n' * 3000, "\udcff" * 9, "ü" * 9000], ids=ascii)
+def test_a_line_of_any_text_fits_a_pipe_whole(text):
+    """A longer line would be written in part, and the process that watches could not read it."""
+    line = watch._json(text)
+    assert len(line.encode()) <= 4000 and "\n" not in line
+    assert text.encode(errors="replace").decode().startswith(json.loads(line)) and json.loads(line)
+
+
 def test_a_rank_that_has_lost_another_one_ends(groups):
     with pytest.raises(Ended), running("train", [torch.zeros(2)], groups, Writes()):
         raise LostRank("Connection closed by peer\nand more")

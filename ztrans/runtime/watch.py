@@ -27,7 +27,7 @@ import torch.distributed as dist
 from . import watching
 from .in_flight import InFlight
 
-_MAX_TEXT = 2000  # bytes of an error; a pipe takes 4096 at once
+_MAX_TEXT = 4000  # bytes of the JSON of an error; a pipe takes 4096 at once
 _START_TIMEOUT = 60.0  # seconds for the process that watches to start: it imports torch
 _SILENT_WAIT = 10.0  # seconds at the end of a program before it logs that it waits for other ranks
 _logger = logging.getLogger("ztrans")
@@ -214,5 +214,15 @@ def described(error: BaseException) -> str:
 
 
 def _json(text: str) -> str:
-    """A text as JSON, in one line, cut to `_MAX_TEXT` bytes."""
-    return json.dumps(text.encode()[:_MAX_TEXT].decode(errors="ignore"), ensure_ascii=False)
+    """The longest beginning of a text that takes at most `_MAX_TEXT` bytes as JSON, in one line.
+
+    JSON writes a control character, as the colours of a terminal begin with, in six bytes.
+    """
+    text = text.encode(errors="replace").decode()
+    size = 2  # the quotes
+    for i, character in enumerate(text):
+        size += len(json.dumps(character, ensure_ascii=False).encode()) - 2
+        if size > _MAX_TEXT:
+            text = text[:i]
+            break
+    return json.dumps(text, ensure_ascii=False)

@@ -219,7 +219,7 @@ def test_a_member_that_no_problem_has_is_refused(outside):
         (),
         WIRES,
     )
-    with pytest.raises(ScheduleError, match="not every gather is in one bucket"):
+    with pytest.raises(ScheduleError, match=f"in one bucket: .* none with the number {outside}$"):
         validate(p, Schedule((Bucket((0, 1, outside), 0, 0),), ()))
 
 

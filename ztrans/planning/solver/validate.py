@@ -71,7 +71,11 @@ def _check_buckets(
         if times[i] != expected:
             misplaced.append(i)
     unknown = times.keys() - range(len(messages))
-    if misplaced or unknown:
+    if unknown and not misplaced:
+        raise ScheduleError(
+            f"not every {kind} is in one bucket: the problem has none with the number {min(unknown)}"
+        )
+    if misplaced:
         raise ScheduleError(f"not every {kind} is in one bucket: {_names(messages, misplaced)}")
 
     for bucket in buckets:
