@@ -1,4 +1,4 @@
-"""The program of one rank, bound to its device. It can be run, profiled and tuned."""
+"""`Compiled`, the program of one rank bound to its device, which can be run, profiled and tuned."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class LocalProgram(NamedTuple):
 
     Attributes:
         lowered: the program, in the order in which it runs.
-        executable: what runs it, from flat inputs to flat outputs.
-        writes: in which the executable notes that it begins to write the state.
+        executable: its code, a function from flat inputs to flat outputs.
+        writes: whether the executable has begun to write the state.
         groups: the process groups of its mesh; None in one process.
-        contract: what the ranks of a mesh must do alike.
-        capture: the executable as a CUDA graph, if that was asked for.
-        carrying: the executable with the gathers that a step starts for the next one, if it starts any.
-        half_weights: copies of parameters, which the user does not see.
-        changed: the leaves of the state that a step changes.
-        device: the GPU that it runs on.
+        contract: what all ranks of the mesh must do alike; None without a mesh.
+        capture: the executable as a CUDA graph, with the option `cuda_graph`.
+        carrying: the executable with the gathers that it starts for the next step; None if it starts none.
+        half_weights: the hidden copies of parameters in half precision; None if there are none.
+        changed_leaves: the positions of the leaves of the state that a step changes.
+        device: the GPU that it runs on; None on a CPU.
     """
 
     lowered: Lowered
@@ -93,33 +93,33 @@ class LocalProgram(NamedTuple):
     capture: Capture | None = None
     carrying: CarryingExecutable | None = None
     half_weights: HalfWeights | None = None
-    changed: Sequence[int] = ()
+    changed_leaves: Sequence[int] = ()
     device: torch.device | None = None
 
     @property
     def function(self) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-        """What a step calls, from flat inputs to flat outputs."""
+        """The function that a step calls, from flat inputs to flat outputs."""
         return self.capture or self.carrying or self.executable
 
     def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses gathers that the step before has started."""
         return self.carrying is not None and self.carrying.uses_carried(inputs)
 
-    def note(self, inputs: Inputs) -> None:
-        """Note that a step on these inputs has ended well, for what it leaves to the next step."""
+    def step_ended(self, inputs: Inputs) -> None:
+        """Let the next step use what this one leaves to it. Called after a step on these inputs has succeeded."""
         if self.carrying is not None:
-            self.carrying.note(inputs)
+            self.carrying.step_ended(inputs)
         if self.half_weights is not None:
             self.half_weights.note(inputs)
 
 
 class Binding:
-    """What a compiled program has on this rank, and what its runs change. The first run binds it.
+    """The mutable part of a compiled program, set by its runs on this rank. The first run binds the program.
 
     Attributes:
         local_program: the program as it runs on this rank; None before the first run.
         guard: recognises the next call if it is like the last one.
-        lock: held by the thread that runs the program, if it has no mesh.
+        lock: held by the thread that runs the program, if the program has no mesh.
     """
 
     def __init__(self, local_program: LocalProgram | None = None) -> None:
@@ -133,7 +133,7 @@ class Binding:
         return self.guard.match(call, surroundings) if self.guard is not None else None
 
     def output_tree(self, recording: Recording, graph: Graph) -> pytree.TreeSpec:
-        """The tree of the output of a step, without the state."""
+        """The tree of a step's output, without the state."""
         if self._output_tree is None:
             self._output_tree = recording.tree_of_results(graph.added).children()[1]
         return self._output_tree
@@ -145,10 +145,10 @@ class Compiled(Printed):
 
     The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
     `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages. `changes`
-    say how its call differs from the one before.
+    says how its call differs from the one before, in words.
 
-    Raises: TypeError if the arguments are not those that it was compiled for, if a value that the step reads besides
-        its arguments has changed since it was traced, or if it is called inside a transform of torch.func.
+    Raises: TypeError if it was compiled for other arguments, if a value that the step reads elsewhere has changed since
+        it was traced, or if it is called inside a transform of torch.func.
     """
 
     lowered: Lowered
@@ -161,12 +161,12 @@ class Compiled(Printed):
 
     @property
     def graph(self) -> Graph:
-        """The program that runs; before the first call, the lowered program."""
+        """The program in the order in which it runs; before the first call, the lowered program."""
         local_program = self.binding.local_program
         return (local_program.lowered if local_program is not None else self.lowered).graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """A copy, as of a module that holds this: it shares the program, which is frozen, and has run nothing yet."""
+        """An unbound copy that shares the program, which is frozen. Copying a module that holds this makes one."""
         return dataclasses.replace(self, binding=Binding())
 
     def without_stages(self) -> Compiled:
@@ -178,9 +178,9 @@ class Compiled(Printed):
         return dataclasses.replace(self, lowered=self.lowered.without_stages())
 
     def memory_analysis(self) -> Memory:
-        """The bytes that are live at each equation of `graph`, their peak, and the values that are live at the peak.
+        """The live bytes at each equation of `graph`, their peak, and the values that are live at the peak.
 
-        After the first call this counts what this rank keeps for the program, as the copies of `cast_ahead`.
+        After the first call they include what this rank keeps for the program, such as the copies of `cast_ahead`.
         """
         return memory(self.graph)
 
@@ -203,7 +203,7 @@ class Compiled(Printed):
             inputs = self.binding.match(call, surroundings)
             if inputs is not None:
                 return self.run_guarded(call, inputs)
-            # Unlike a step, a compiled program has no other program to run instead.
+            # A step would look for another program here. A compiled program can only refuse the call.
             with self._telling_refusals():
                 recording.check_fits(call)
             return self.run(call, surroundings)
@@ -212,7 +212,7 @@ class Compiled(Printed):
             raise
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
-        """Run the program on a call in these surroundings, for which it was compiled."""
+        """Run the program on a call that it was compiled for, in these surroundings."""
         recording = self.lowered.recording
         with self._telling_refusals():
             inputs = self._inputs(call)
@@ -223,13 +223,13 @@ class Compiled(Printed):
         # The program on this rank may have hidden leaves, such as copies of parameters, after the user's state.
         num_state = self.lowered.graph.num_state
         del outputs[num_state : self.graph.num_state]
-        # The storage of a leaf now holds its new value. The leaf itself, maybe a DTensor, is what the caller knows.
+        # The storage of a leaf now holds its new value. Return the leaf that the caller passed, maybe a DTensor.
         for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
                 outputs[i] = leaf
         state, output = pytree.tree_unflatten(outputs, recording.tree_of_results(self.graph.added))
         read_by_trace = [value.position for value in recording.known]
-        # Inference tensors have no version, so no guard is set: each call compares their values.
+        # Inference tensors have no version counter, so a guard cannot watch them: each call compares their values.
         if any(inputs.tensors[place].is_inference() for place in read_by_trace):
             return state, output
         snapshots = {place: Snapshot.of(inputs, place) for place in read_by_trace}
@@ -237,7 +237,7 @@ class Compiled(Printed):
         return state, output
 
     def run_guarded(self, call: BoundCall, inputs: Inputs) -> tuple[Any, Any]:
-        """Run the program on a call that its guard has recognised. The tensors of its state hold the new state."""
+        """Run the program on a call that its guard has recognised. Returns the call's own state, updated in place."""
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
         graph = self.graph
@@ -250,8 +250,9 @@ class Compiled(Printed):
         """Run `steps` steps on these arguments, and record when each operation and message ran.
 
         The state is donated and advances. All ranks must call it. The times of operations and links in the result are
-        the same on all ranks. The timeline, in the lanes of `Lowered.timeline`, is that of this rank. A step with
-        `cuda_graph` is recorded without its graph, of micro-batches only the last. See `profile.Profile`.
+        the same on all ranks. The timeline shows this rank, in the lanes of `Lowered.timeline`. A step with
+        `cuda_graph` is recorded without its graph. Of several micro-batches, the last is recorded. See
+        `profile.Profile`.
         """
         recording = self.lowered.recording
         call = BoundCall.of(recording.function, args, kwargs)
@@ -285,15 +286,15 @@ class Compiled(Printed):
             return measured if mesh is None else measured.agreed(mesh)
 
     def close(self) -> None:
-        """Release the captured CUDA graph, if there is one, and forget the casts of `cast_ahead`, and gathers that
-        the last step has started for the next one. They end first, so all ranks must call it.
+        """Release the CUDA graph, the copies of `cast_ahead`, and the gathers that were started for the next step.
 
-        Call it before the process group is destroyed, or to continue with another state. The next call then runs
-        without a graph, and the one after it captures a new graph.
+        All ranks must call it, because it waits for these gathers. Call it before the process group is destroyed, or to
+        continue with another state. The next call then runs without a graph, and the one after it captures a new graph.
 
-        Raises: LostRank if a rank has ended before these gathers.
+        Raises: LostRank if a rank ends before these gathers do.
         """
-        if self._mesh is not None:  # the mesh has them, whichever program has started them
+        # The gathers belong to the mesh, so another program of it may have started them.
+        if self._mesh is not None:
             groups = process_groups(self._mesh)
             with quitting_after_loss(groups, "close"):
                 groups.drop_carried()
@@ -307,7 +308,7 @@ class Compiled(Printed):
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
-        """Record `steps` steps, plan again from them, record as many steps with the new plan, and keep the faster plan.
+        """Record `steps` steps, plan from the measured times, record `steps` more, and keep the faster plan.
 
         The notes of the plan give the seconds of a step on the slowest rank. The state is donated and advances. All
         ranks must call it.
@@ -333,12 +334,12 @@ class Compiled(Printed):
 
     @property
     def _mesh(self) -> DeviceMesh | None:
-        """The mesh of devices that the program runs on, or None if it runs in one process."""
+        """The mesh of devices that the program runs on; None if it runs in one process."""
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @property
     def _groups(self) -> ProcessGroups | None:
-        """The process groups of the mesh; None without a mesh. A warm call finds them with the bound program."""
+        """The process groups of the mesh; None without a mesh. A bound program holds them, which saves the lookup."""
         local_program = self.binding.local_program
         if local_program is not None:
             if local_program.groups is not None:
@@ -347,15 +348,18 @@ class Compiled(Printed):
         return process_groups(self._mesh) if self._mesh is not None else None
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
-        """For each of these durations, the longest over all ranks."""
+        """The longest of each of these durations over all ranks."""
         if self._mesh is None:
             return list(seconds)
         by_rank = everywhere(seconds, self._mesh)
-        return [max(of_all_ranks) for of_all_ranks in zip(*by_rank)]
+        return [max(durations) for durations in zip(*by_rank)]
 
     @property
     def _local_program(self) -> LocalProgram:
-        """The program as it runs. A run has bound it."""
+        """The bound program.
+
+        Raises: RuntimeError if it has not run yet.
+        """
         if self.binding.local_program is None:
             raise RuntimeError(f"{self.lowered.graph.name} has not run yet.")
         return self.binding.local_program
@@ -364,7 +368,7 @@ class Compiled(Printed):
     def _step(
         self, inputs: Inputs, numbers: Sequence[int] = ()
     ) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-        """Compare this step with the other ranks', then yield the function that runs the program, and its inputs.
+        """Compare this step with the other ranks' steps, then yield the function that runs the program, and its inputs.
 
         `numbers` are the positions of the leaves that the caller has set to numbers.
         """
@@ -385,7 +389,7 @@ class Compiled(Printed):
             uses_carried = local_program.uses_carried(inputs)
             if groups is not None:
                 self._agree(groups, local_program, local, state, uses_carried, numbers)
-            # Only now, so that all ranks bind again if one of them could not.
+            # Bind only after the comparison: if one rank could not make its program, all ranks make theirs again.
             self.binding.local_program = local_program
 
             self._check_captured(local_program, local)
@@ -400,10 +404,10 @@ class Compiled(Printed):
                     local_program.writes.begin()
                 yield local_program.function, local
 
-            # The replay of a CUDA graph and kernels of Inductor do not count what they write.
-            changed = [inputs.tensors[i] for i in local_program.changed]
+            # The replay of a CUDA graph and kernels of Inductor do not increment the versions of what they write.
+            changed = [inputs.tensors[i] for i in local_program.changed_leaves]
             torch.autograd.graph.increment_version(changed)
-            local_program.note(inputs)
+            local_program.step_ended(inputs)
 
     def _check_captured(self, local_program: LocalProgram, local: Sequence[torch.Tensor]) -> None:
         """Raises: ValueError if the replay of a CUDA graph would not compute a step on these inputs."""
@@ -413,13 +417,13 @@ class Compiled(Printed):
 
     @contextlib.contextmanager
     def _telling_refusals(self) -> Iterator[None]:
-        """Tell the other ranks if this rank refuses a call: they make it too, and would wait for this rank."""
+        """Tell the other ranks if this rank refuses a call, because they make the same call and would wait for it."""
         try:
             yield
         except Exception as error:
             groups = self._groups
             if groups is not None and self._is_captured:
-                # The others have launched a replay, which is compared with nothing: only a note reaches them.
+                # The others have launched a replay, which ranks do not compare, so only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
                 quit_with_note(groups, text)
             elif groups is not None:
@@ -436,7 +440,7 @@ class Compiled(Printed):
     def _current_device(
         self, local: Sequence[torch.Tensor]
     ) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the GPU of these inputs, if they have one, is the current one.
+        """A context in which the GPU of these inputs is the current device. It does nothing on a CPU.
 
         PyTorch makes streams and events, and Triton launches kernels, on the current device.
         """
@@ -455,9 +459,10 @@ class Compiled(Printed):
     ) -> None:
         """Compare this step with the steps of the other ranks.
 
-        A replay of a CUDA graph is compared only after `zt.stop_on`, to pass on requests to stop.
+        Replays of a CUDA graph are compared only after `zt.stop_on`, to pass on requests to stop.
 
-        On GPUs the step is launched before the answer is read, unless it captures a graph, which takes long anyway.
+        On GPUs the step is launched before the answer is read. Steps with `cuda_graph` wait for the answer until the
+        graph is captured, which takes long anyway.
         """
         mesh = self._mesh
         contract = local_program.contract
@@ -476,15 +481,15 @@ class Compiled(Printed):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it has run, so that the ranks have agreed on its order."""
+        """Whether the program has run, so that the ranks have agreed on its order."""
         return self.binding.local_program is not None
 
     def for_other_sizes(self, traced: Traced) -> Compiled:
         """The program of the same step for other batch sizes, in the order of this program.
 
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
-        collectives cannot follow the order, and one that is larger may not fit in it: it gets a plan of its own, on
-        which all ranks must agree.
+        collectives cannot follow this order, and a larger one may not fit in memory with it. Such a program gets a plan
+        of its own, and all ranks must agree on that plan.
         """
         local_program = self.binding.local_program
         leader = local_program.lowered if local_program is not None else self.lowered
@@ -497,7 +502,7 @@ class Compiled(Printed):
         return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())
 
     def _check_device(self, inputs: Inputs) -> None:
-        """Raises: TypeError if this program is bound to a GPU, and the inputs are on another one."""
+        """Raises: TypeError if this program is bound to another device than that of the inputs."""
         local_program = self.binding.local_program
         if local_program is None:
             return
@@ -518,7 +523,7 @@ class Compiled(Printed):
         graph = self.lowered.graph
         inputs = recording.local_inputs(call)
         self._check_device(inputs)
-        # A single rank holds all of a leaf, whatever its layout.
+        # On a single rank every layout is the whole leaf.
         if self._mesh is not None and self._mesh.size() > 1:
             layouts = [v.layout for v in graph.inputs[: graph.num_state]]
             paths = recording.signature.paths
@@ -533,17 +538,17 @@ class Compiled(Printed):
     def _new_local_program(
         self, local: Sequence[torch.Tensor], state: Sequence[Any]
     ) -> LocalProgram:
-        """Agree with the other ranks on a program, and make what runs it."""
+        """Agree with the other ranks on a program, and make its executable."""
         lowered = self.lowered if self.agreed else _agreed(self.lowered, self.changes)
         writes = Writes()
         mesh = self._mesh
         groups = self._groups
         with ending_together(lowered.graph.name, state, groups, writes):
             if mesh is not None and groups is not None:
-                # After a failed step they are closed, and what starts messages asks them what carries these.
+                # A failed step closes the channels, and the modules that start messages look them up.
                 groups.open()
                 if not self.agreed and mesh.size() > 1:
-                    # A program that one rank later binds alone sends the same messages.
+                    # This needs all ranks. A program that one rank later binds alone sends the same messages.
                     reserve(mesh, list(micro_batch_programs(lowered.graph).in_order))
                     _check_room(mesh, lowered.graph)
             return self._local_program_of(lowered, local, writes, groups)
@@ -568,7 +573,6 @@ class Compiled(Printed):
             run = step_executable(graph, mesh, local, make)
         graph = run.graph
 
-        # What stands around the code of a step: the replay of a CUDA graph, and gathers that pass to the next step.
         capture = carrying = contract = None
         if self.cuda_graph:
             watcher = groups.watcher if groups is not None else None
@@ -589,15 +593,15 @@ class Compiled(Printed):
             capture,
             carrying,
             half_weights,
-            changed=_changed(self.lowered.graph),
+            changed_leaves=_changed_leaves(self.lowered.graph),
             device=device_of(local),
         )
 
     def _for_device(
         self, graph: Graph, local: Sequence[torch.Tensor]
     ) -> tuple[Graph, HalfWeights | None]:
-        """The program for the device of these inputs, and the copies of parameters that it has as hidden leaves."""
-        # A scalar in fp64 may be a learning rate, and on a GPU fused optimizers read it in fp32 only.
+        """The program for the device of these inputs, and the copies of parameters that are its hidden leaves."""
+        # A scalar in fp64 may be a learning rate, and fused optimizers on a GPU read it only in fp32.
         has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
         if has_rates or self.cuda_graph:
             graph = with_rates(graph)
@@ -610,8 +614,8 @@ class Compiled(Printed):
     def _executable(
         self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
     ) -> tuple[Graph, Executable]:
-        """A program in the order in which it runs, and what runs it."""
-        on_write = writes.begin if _changed(graph) else None
+        """A program in the order in which it runs, and its executable."""
+        on_write = writes.begin if _changed_leaves(graph) else None
         return BACKENDS[self.backend].executable(graph, self._mesh, local, on_write)
 
 
@@ -621,7 +625,7 @@ def _eager(
     local: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None,
 ) -> tuple[Graph, Executable]:
-    """A program with equal updates next to each other, and what runs it operation by operation."""
+    """A program with equal updates next to each other, and its executable, which runs operation by operation."""
     on_host = [v for v, x in zip(graph.inputs, local) if not x.ndim and x.is_cpu]
     graph, groups = with_grouped_updates(with_number_operands(graph, on_host))
     return graph, executable(graph, mesh, on_write, groups, device_of(local))
@@ -633,7 +637,7 @@ def _inductor(
     local: Sequence[torch.Tensor],
     on_write: Callable[[], None] | None,
 ) -> tuple[Graph, Executable]:
-    """A program with the equations of each kernel next to each other, and what runs it kernel by kernel."""
+    """A program with the equations of each kernel next to each other, and its executable, which runs the kernels."""
     graph, groups = fused_within_peak(graph)
     return graph, inductor.executable(graph, groups, mesh, local, on_write)
 
@@ -642,11 +646,11 @@ class Backend(NamedTuple):
     """A way to make the code of a program.
 
     Attributes:
-        executable: makes it, for a program, the mesh, inputs like those of a step, and what the code calls before it
-            first writes the state. It returns the program in the order in which it runs, and what runs it.
-        fuses: whether elementwise operations become kernels of its own. Then `half_gradients` drops only the casts of
-            matrix products, and `half_weights` lets these kernels write the copies in half precision too.
-        check: raises an error where it cannot work.
+        executable: makes the code from a program, the mesh, example inputs, and a function to call before the code
+            first writes the state. Returns the program in the order in which it runs, and its executable.
+        fuses: whether the backend makes its own kernels of elementwise operations. Then `half_gradients` drops only the
+            casts of matrix products, and `half_weights` lets these kernels also write the copies in half precision.
+        check: raises an error where the backend cannot work.
     """
 
     executable: Callable[
@@ -663,33 +667,33 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
-def _changed(graph: Graph) -> list[int]:
+def _changed_leaves(graph: Graph) -> list[int]:
     """The positions of the leaves of the state that a program changes."""
     leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
     return [i for i, (old, new) in enumerate(leaves) if new is not old]
 
 
 def _check_room(mesh: DeviceMesh, graph: Graph) -> None:
-    """Check that a program fits in the memory that NCCL has left. All ranks call it, after they have connected.
+    """Check that a program fits in the memory that NCCL leaves. All ranks call it after they have connected.
 
-    Raises: DoesNotFit on all of them if it does not fit on one.
+    Raises: DoesNotFit on all ranks if the program does not fit on one.
     """
     if mesh.device_type != "cuda":
         return
-    least = memory(graph)
+    needs = memory(graph)
     usable = min(everywhere(usable_bytes(), mesh))
-    if least.peak > usable:
+    if needs.peak > usable:
         raise DoesNotFit(
-            f"{graph.name}: the step needs {format_bytes(least.peak)}, and a GPU of the mesh has "
+            f"{graph.name}: the step needs {format_bytes(needs.peak)}, and a GPU of the mesh has "
             f"{format_bytes(usable)} for it, without CUDA's context and the communicators of NCCL.",
             "Lower the limit of the step by the difference: zt.Device(reserve=...) or prefetch(memory=...).",
             usable,
-            least,
+            needs,
         )
 
 
 def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
-    """The program in the order of rank 0's plan. This rank's own plan may differ, if it measured other times.
+    """The program in the order of rank 0's plan. This rank's own plan differs if it measured other times.
 
     Raises: RuntimeError on every rank if the ranks have lowered different programs, or if that plan does not fit the
         program of a rank.
@@ -703,13 +707,13 @@ def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
     with stage(name, "wait for the other ranks"):
         first = agree_on_program(name, mesh, contract, plan, changes)
 
-    # A plan that does not fit on one rank is an error on all of them, so each says whether it fits.
+    # A plan that does not fit on one rank must fail on all of them, so each rank tells the others whether it fits.
     problem = ""
     try:
         if plan.digest != first.digest:
             lowered = lowered.in_order_of(first)
     except ValueError as error:
-        # A PlanError, or too little memory of the host.
+        # A PlanError or HostIsFull.
         problem = str(error)
     except Exception as error:
         say_failure(process_groups(mesh), name, error)

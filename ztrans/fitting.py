@@ -1,10 +1,11 @@
-"""Which variants of a step fit its limit of memory, and how long each takes.
+"""Choose open options of a step within its memory limit, and find ways to fit a step that exceeds it.
 
-A transform may leave an option open, such as the stage of `shard_params`. Then each value that the option may have is
-planned and simulated. `frontier` plans a step once for each of several limits. A step that does not fit is tried with
-other transforms, so that its error can say what to write.
-What is decided here depends on the program, the transforms and the cluster alone, so ranks with batches of one size
-and with equal devices decide alike.
+A transform may leave an option open, such as the stage of `shard_params`. Then the step is planned and simulated with
+each value of the option. `frontier` plans a step once for each of several limits. A step that does not fit is tried
+with other transforms, so that its error can say what to write.
+
+All decisions here depend only on the program, the transforms and the cluster, so ranks with equal batch sizes and
+devices decide alike.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
 
-# Steps whose times differ by less than this share count as equally fast. Searches differ by as much.
+# Steps whose times differ by less than this share count as equally fast: two searches may differ by this much.
 EQUAL = 0.01
-# How many numbers of micro-batches are tried, each twice the one before.
+# The numbers of micro-batches to try, each twice the one before.
 _TRIES = 3
-# The equations that all tries together may have: a step of 5,000 equations gets 30 tries, which is every way to fit,
-# and one of 50,000 gets 3, because each takes long.
+# The total equations of all tries: a step of 5,000 equations gets 30 tries, enough for every way to fit, and a step of
+# 50,000 gets 3, because each try takes long.
 _EQNS_TO_TRY = 150_000
 _LEAST_TRIES = 3
 
 
-# `stages` imports this module, so its classes are described here by what is used of them.
+# `stages` imports this module, so protocols stand for its classes here.
 
 
 class Planned(Protocol):
@@ -82,7 +83,7 @@ class Variant(Protocol[P_co]):
 
 
 class Trial(NamedTuple, Generic[P]):
-    """A step in its planned order, as it was simulated."""
+    """A step in its planned order, with its simulated time in seconds."""
 
     lowered: P
     seconds: float
@@ -99,20 +100,20 @@ class Trial(NamedTuple, Generic[P]):
         return self.lowered.memory_analysis().peak
 
     def way(self, line: str) -> Way:
-        """This step as a way to fit. `line` is what the user adds to get it."""
+        """This step as a way to fit. `line` is the code that the user adds."""
         return Way(line, self.seconds, self.peak)
 
 
-# Options that are left open.
+# Open options.
 
 
 def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
-    """Plan a step in the first of its variants that fits and is as fast as any other that does.
+    """Plan a step with the first of its fastest variants that fit.
 
-    The notes of the plan say what was chosen, and what each variant takes.
+    The notes of the plan name the chosen variant, and the time and memory of each.
 
-    Raises: DoesNotFit if no variant fits. It is the error of the one that needs least. HostIsFull if the host has too
-        little memory for any of them.
+    Raises: DoesNotFit if no variant fits: the error of the variant that needs the least memory. HostIsFull if the host
+        has too little memory for any of them.
     """
     variants = traced.variants
     if len(variants) == 1:
@@ -131,7 +132,7 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
 
 
 def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> ValueError:
-    """The error of the variant that needs least on the device, of those for which the host has enough memory."""
+    """The error of the variant that needs the least device memory, among variants that fit on the host."""
     errors = [result for result in results if not isinstance(result, Trial)]
     too_large = [error for error in errors if isinstance(error, DoesNotFit)]
     if too_large:
@@ -146,7 +147,7 @@ def _first_of_fastest(trials: Sequence[Trial[P]]) -> Trial[P]:
 
 
 def _chosen_options(traced: Variant[Any], variant: Variant[Any]) -> str:
-    """The transforms of a variant that stand for those of the step with an open option."""
+    """The transforms of a variant that differ from the step's, with the options chosen."""
     return ", ".join(repr(t) for t in variant.transforms if t not in traced.transforms)
 
 
@@ -158,7 +159,7 @@ def _result(variant: Variant[P], cluster: Cluster | None) -> Trial[P] | DoesNotF
 
 
 def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
-    """What a variant with these options takes, for a note."""
+    """A note on the time and memory of a variant with these options, or why it does not fit."""
     if isinstance(result, Trial):
         return str(result.way(options))
     if isinstance(result, HostIsFull):
@@ -167,9 +168,9 @@ def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
 
 
 def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> P:
-    """The variant of a step with the program of a plan, before it has an order; the first variant if none has it."""
+    """The variant of a step whose program a plan is for, before it has an order; the first variant if there is none."""
     variants = [variant.without_order(cluster, plan) for variant in traced.variants]
-    # The only variant is taken without a comparison, which takes time.
+    # Fingerprints take time, so a single variant is not compared.
     if len(variants) > 1:
         for variant in variants:
             if skeleton(variant.unordered).fingerprint == plan.program:
@@ -181,10 +182,9 @@ def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> 
 
 
 def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None) -> list[P | None]:
-    """Plan a step for each limit, and return for each the fastest of these programs that fits it; None if none does.
+    """For each limit, the fastest program that fits it, among the programs planned for all limits; None if none fits.
 
-    Raises: ValueError if no transform of the step has a limit of memory. DoesNotFit or HostIsFull if none of the limits
-        is enough.
+    Raises: ValueError if no transform of the step has a memory limit. DoesNotFit or HostIsFull if no limit is enough.
     """
     results: dict[int, Trial[P] | DoesNotFit | HostIsFull] = {}
     for limit in dict.fromkeys(limits):
@@ -206,10 +206,10 @@ def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None)
 
 
 def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
-    """The limit that the fastest of some steps was planned for, among those that fit `limit`; None if none fits.
+    """The limit that the fastest trial within `limit` was planned for; None if no trial fits.
 
     Args:
-        trials: the steps, by the limit that they were planned for.
+        trials: the planned steps by the limit that each was planned for.
         limit: the bytes that may be live.
     """
     fitting = [planned_for for planned_for, trial in trials.items() if trial.peak <= limit]
@@ -222,9 +222,9 @@ def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
 
 
 def _within(traced: Variant[P], limit: int) -> Variant[P]:
-    """A step within another limit of memory.
+    """A step within another memory limit.
 
-    Raises: ValueError if no transform has a limit, or one of them keeps another one.
+    Raises: ValueError if no transform has a limit, or if a transform keeps its own.
     """
     transforms = tuple(t.within(limit) for t in traced.transforms)
     for t in transforms:
@@ -242,7 +242,7 @@ def _within(traced: Variant[P], limit: int) -> Variant[P]:
 
 
 def _with_limit(lowered: P, planned_for: int, limit: int) -> P:
-    """A program that was planned for one limit, as the program of the same step within another limit."""
+    """The program of a step within `limit`, in the order that was planned for another limit."""
     plan = lowered.plan
     limited = _within(lowered.traced, limit).without_order(lowered.cluster, plan)
     note = f"found within {format_bytes(planned_for)}"
@@ -254,14 +254,14 @@ def _with_limit(lowered: P, planned_for: int, limit: int) -> P:
 
 # Ways to fit.
 
-# A line that may help, and the step with it.
+# A line of code that may help, and the step with it.
 Proposal = tuple[str, Variant[Any]]
-# The proposals of one kind for a step that does not fit, from the smallest change to the largest.
+# A generator of proposals of one kind for a step that does not fit, from the smallest change to the largest.
 Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Proposal]]
 
 
 class _Attempt(NamedTuple):
-    """A step that does not fit, with the lines that were added to it, and the remedies that may still be added."""
+    """A step that does not fit, with the lines added so far, and the remedies that may still be added."""
 
     lines: tuple[str, ...]
     traced: Variant[Any]
@@ -270,10 +270,10 @@ class _Attempt(NamedTuple):
 
 
 def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
-    """The ways to make a step fit its limit: one more transform each, or several if one is not enough.
+    """The ways to make a step fit its limit: one more transform each, or several where one is not enough.
 
-    Every way was planned and simulated, which takes as long as lowering the step, so few are tried for a large step.
-    Their number depends on the size of the program alone, so all ranks try the same ways.
+    Each try plans and simulates the step, which takes as long as lowering it, so a large step gets few tries. Their
+    number depends only on the size of the program, so all ranks try the same ways.
     """
     tries_left = max(_LEAST_TRIES, _EQNS_TO_TRY // max(1, len(traced.graph.eqns)))
     attempts = [_Attempt((), traced, error, _REMEDIES)]
@@ -285,14 +285,14 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
                 if not tries_left:
                     return ways
                 tries_left -= 1
-                # Only later remedies may follow one, so that no set of them is tried twice.
+                # Only later remedies may follow this one, so that no combination is tried twice.
                 later_remedies = attempt.remedies[number + 1 :]
                 result = _tried(attempt, remedy, later_remedies, cluster)
                 if isinstance(result, Way):
                     ways.append(result)
                 elif result is not None:
                     failed.append(result)
-        # The fewest lines that are enough: more are tried only if none of these is.
+        # Report the ways with the fewest lines: longer ones are tried only if all of these fail.
         if ways:
             return ways
         attempts = failed
@@ -302,9 +302,9 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
 def _tried(
     attempt: _Attempt, remedy: Remedy, later_remedies: tuple[Remedy, ...], cluster: Cluster | None
 ) -> Way | _Attempt | None:
-    """The first way that a remedy gives.
+    """The first way that fits among the proposals of a remedy.
 
-    If no line of it is enough, the attempt with the line that needs least; None if none needs less than before.
+    If none fits, the attempt with the proposal that needs the least memory; None if no proposal needs less than before.
     """
     best = attempt
     for line, variant in remedy(attempt.traced, attempt.error):
@@ -321,13 +321,14 @@ def _tried(
 
 
 def _with_line(lines: tuple[str, ...], line: str) -> tuple[str, ...]:
-    """These lines and one more, which replaces a line with the same transform.
+    """These lines and one more, which replaces an earlier line with the same transform.
 
     >>> _with_line(("zt.accumulate(2)", "zt.offload(where='m.*')"), "zt.offload(where='m.*', memory='auto')")
     ('zt.accumulate(2)', "zt.offload(where='m.*', memory='auto')")
     """
     transform = line.partition("(")[0]
-    return (*(each for each in lines if each.partition("(")[0] != transform), line)
+    others = [other for other in lines if other.partition("(")[0] != transform]
+    return (*others, line)
 
 
 def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
@@ -339,12 +340,12 @@ def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal
 
 
 def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    by_plan = remat(memory="auto")
-    present = [t for t in traced.transforms if type(t) is type(by_plan)]
+    planned_remat = remat(memory="auto")
+    present = [t for t in traced.transforms if type(t) is type(planned_remat)]
     if error.room > 0 and not present:
-        yield 'zt.remat(memory="auto")', _with(traced, by_plan)
+        yield 'zt.remat(memory="auto")', _with(traced, planned_remat)
     elif error.room > 0 and present == [remat()]:
-        yield 'zt.remat(memory="auto") in place of zt.remat()', _with(traced, by_plan)
+        yield 'zt.remat(memory="auto") in place of zt.remat()', _with(traced, planned_remat)
 
 
 def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
@@ -367,7 +368,7 @@ def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Propos
 
 
 def pattern_of_moments(graph: Graph) -> str:
-    """A pattern of leaves that only the update reads, as many as one pattern can name; "" if there are none."""
+    """A pattern for as many leaves as one pattern can name among those that only the update reads; "" for none."""
     sizes = _bytes_of_moments(graph)
     if not sizes:
         return ""
@@ -375,12 +376,12 @@ def pattern_of_moments(graph: Graph) -> str:
     letters = "".join(name for name in sizes if len(name) == 1)
     if len(letters) == len(sizes) > 1:
         return f"[{letters}].*"
-    largest = max(sizes, key=sizes.__getitem__)
+    largest = max(sizes, key=lambda name: sizes[name])
     return f"{largest}.*"
 
 
 def _bytes_of_moments(graph: Graph) -> dict[str, int]:
-    """The bytes of the parts of the state that only the update reads, by the name with which their paths begin."""
+    """The bytes of the parts of the state that only the update reads, by the first name of their paths."""
     read_before: set[Var] = set()
     for e in graph.eqns:
         if e.region != "update":
@@ -399,18 +400,18 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
 
 
 def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    """The smallest number of micro-batches that may be enough, and multiples of it."""
+    """The smallest number of micro-batches that may be enough, and its doubles."""
     if error.room <= 0:
         return
-    # At best, n micro-batches divide by n what a step has live besides its state.
+    # At best, n micro-batches divide the live bytes other than the state by n.
     times_too_large = (error.least.peak - error.least.state) / error.room
     first = max(1, math.ceil(math.log2(times_too_large)))
-    for doubled in range(first, first + _TRIES):
-        micro = traced.micro_batches << doubled
+    for doublings in range(first, first + _TRIES):
+        micro = traced.micro_batches << doublings
         try:
             variant = _with(traced, accumulate(micro))
         except Exception:
-            # The step itself may fail for smaller batches, in any way.
+            # The step itself may fail on smaller batches with any error.
             return
         yield f"zt.accumulate({micro})", variant
 
@@ -425,7 +426,7 @@ _REMEDIES: tuple[Remedy, ...] = (
 
 
 def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:
-    """A step with a transform, in place of one of the same kind if it has one."""
+    """A step with a transform, which replaces one of the same kind."""
     transforms = list(traced.transforms)
     for i, present in enumerate(transforms):
         if type(present) is type(transform):

@@ -1,8 +1,8 @@
 """`Traced` and `Lowered`, the stages of a step before it is compiled, as in `jax.stages`.
 
-`Traced` is the program as the user wrote it. Lowering applies the transforms, and plans the order and what backward
-recomputes or finds on the host. `Lowered` is the result, the program of one rank. It can be analysed, simulated on a
-cluster, run for all ranks in this process, and compiled. Printing a stage prints its program.
+`Traced` is the program as the user wrote it. Lowering applies the transforms, then plans the order of the program and
+what backward recomputes or finds on the host. The result, `Lowered`, is the program of one rank. It can be analysed,
+simulated on a cluster, run for all ranks in this process, and compiled. Printing a stage prints its program.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from .transforms.base import (
     with_limit,
 )
 
-# The name of each rewrite, and the program after it.
+# The name of each rewrite with the program after it.
 History = tuple[tuple[str, Graph | fx.GraphModule], ...]
 Pass = tuple[str, Callable[[Graph], Graph]]
 
@@ -90,7 +90,7 @@ __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 
 
 def passes(plan: Plan) -> tuple[Pass, ...]:
-    """The passes that follow the transforms, in order. They make the program that is planned."""
+    """The passes after the transforms, in order. The plan orders the program that they return."""
     return (
         ("erase_marks", erase_marks),
         ("erase_trivial", erase_trivial),
@@ -105,7 +105,7 @@ def passes(plan: Plan) -> tuple[Pass, ...]:
 
 
 def passes_after_plan(plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
-    """The passes that follow the plan, which has put the equations in order."""
+    """The passes after the plan has put the equations in order."""
     return (
         ("carry_first_gathers", lambda graph: _with_carried_gathers(graph, plan)),
         ("place_copies", lambda graph: place_copies(graph, cluster)),
@@ -113,13 +113,13 @@ def passes_after_plan(plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
 
 
 def _with_values_on_host(graph: Graph, plan: Plan) -> Graph:
-    """The program that keeps on the host what its checkpoints and its plan have there between forward and backward."""
+    """The program that keeps on the host, from forward to backward, the values that checkpoints and plan put there."""
     on_host = demanded_on_host(graph) | values_on_host(plan, graph)
     return dce(keep_on_host(graph, on_host)) if on_host else graph
 
 
 def _with_carried_gathers(graph: Graph, plan: Plan) -> Graph:
-    """The program that starts the first gathers of the next step, if a transform asks for that."""
+    """The program that also starts the first gathers of the next step, if a transform asks for that."""
     if not graph.hints.across_steps:
         return graph
     at_start: set[str] = set()
@@ -130,7 +130,7 @@ def _with_carried_gathers(graph: Graph, plan: Plan) -> Graph:
 
 
 def _through(graph: Graph, history: History, steps: Iterable[Pass]) -> tuple[Graph, History]:
-    """The program after some passes. The history gets a stage for each that changes the program."""
+    """The program after some passes. The history gets a stage for each pass that changes the program."""
     for name, rewrite in steps:
         with stage(graph.name, name, logging.DEBUG):
             after = rewrite(graph)
@@ -146,7 +146,7 @@ class Traced(Printed):
 
     recording: Recording
     transforms: tuple[Transform, ...]
-    # Traces the step again for another number of micro-batches. The one in a `Lowered` has None.
+    # Traces the step again for another number of micro-batches. None in `Lowered.traced`.
     trace_again: Callable[[int], Recording] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -155,12 +155,12 @@ class Traced(Printed):
 
     @property
     def fx(self) -> fx.GraphModule:
-        """The FX graph that make_fx has traced: it takes the flat inputs, and returns the tensors among the outputs.
+        """The FX graph from make_fx, from the flat inputs to the tensors among the outputs.
 
-        FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, except where a
-        fused optimizer of a lifted loop takes hyperparameters by value, which are inputs of the program.
+        FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, unless a fused
+        optimizer of a lifted loop takes hyperparameters by value: these are inputs of the program.
 
-        Raises: ValueError for a program in the cache of a step, which has no FX graph.
+        Raises: ValueError for a program from the cache of a step, which has no FX graph.
         """
         if self.recording.fx is None:
             raise ValueError(
@@ -171,12 +171,12 @@ class Traced(Printed):
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches; the program is for one of them."""
+        """The number of micro-batches. The program computes one of them."""
         return micro_batches_of(self.transforms)
 
     @property
     def variants(self) -> list[Traced]:
-        """This step with each choice of the options that its transforms leave open."""
+        """This step with each combination of the options that its transforms leave open."""
         choices = [transform.variants for transform in self.transforms]
         return [
             dataclasses.replace(self, transforms=transforms)
@@ -184,9 +184,9 @@ class Traced(Printed):
         ]
 
     def with_transforms(self, transforms: tuple[Transform, ...]) -> Traced:
-        """This step with other transforms. It is traced again if they have another number of micro-batches.
+        """This step with other transforms, traced again if these need another number of micro-batches.
 
-        Raises: ValueError if the batch cannot be cut into so many parts.
+        Raises: ValueError if the batch cannot be cut into that number of parts.
         """
         recording = self.recording
         micro = micro_batches_of(transforms)
@@ -198,12 +198,12 @@ class Traced(Printed):
 
     @ends_at_user
     def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
-        """Apply all transforms and plan buckets and order, which gives the program of one rank.
+        """Apply all transforms, and plan buckets and order. Returns the program of one rank.
 
         Args:
             cluster: the devices and links to plan for; by default H100s on InfiniBand, with the memory of the GPUs
-                that the step runs on, or CPUs on gigabit Ethernet. `Step.tune` plans for measured ones.
-            plan: an existing plan, which is used instead of a new one.
+                that the step runs on, or CPUs on gigabit Ethernet. `Step.tune` plans from measured times.
+            plan: an existing plan to use instead of a new one.
 
         Raises:
             ValueError: the plan is for another program, or the program needs more memory than its limit.
@@ -220,20 +220,20 @@ class Traced(Printed):
     def frontier(
         self, limits: Iterable[int | float], *, cluster: Cluster | None = None
     ) -> list[Lowered | None]:
-        """The fastest program of one rank within each of several limits of memory.
+        """The fastest program of one rank within each of several memory limits.
 
-        The step is planned for each limit, and the fastest of all these programs that fits a limit is the one for it.
-        So a larger limit is never slower. Two calls of `lower` do not promise that: a search does not always find the
-        best order. A program that was planned for another limit says so in its notes.
+        The step is planned for each limit. For each limit, the result is the fastest of all these programs that fits
+        it, so a larger limit is never slower. Two calls of `lower` do not promise that, because a search does not
+        always find the best order. A program that was planned for another limit says so in its notes.
 
         Args:
-            limits: bytes that may be live on a rank; fractions are cut off. Each replaces the option `memory` of
-                `prefetch`, and of `remat` and `offload` where they have it.
+            limits: bytes that may be live on a rank; fractions are cut off. Each limit replaces the option `memory` of
+                `prefetch`, and of `remat` and `offload` where it is set.
             cluster: as for `lower`.
 
-        Returns: for each limit a program, or None if the step does not fit it.
+        Returns: a program for each limit, or None where the step does not fit.
 
-        Raises: ValueError if a limit is not a number of bytes, no transform has a limit, or the step fits none of them.
+        Raises: ValueError if a limit is not a number of bytes, no transform has a limit, or the step fits no limit.
         """
         limits_in_bytes = [byte_count("frontier: limits", limit // 1, 1) for limit in limits]
         return frontier(self, limits_in_bytes, cluster)
@@ -248,7 +248,7 @@ class Traced(Printed):
     @no_collection()
     @without_autocast()
     def follow(self, leader: Lowered) -> Lowered:
-        """The program of one rank, in the order of `leader`: a program of the same step for other batch sizes.
+        """The program of one rank, in the order of `leader`, a program of the same step for other batch sizes.
 
         Raises: PlanError if the two programs do not have the same collectives.
         """
@@ -257,7 +257,7 @@ class Traced(Printed):
     @no_collection()
     @without_autocast()
     def planned(self, cluster: Cluster | None) -> Lowered:
-        """The program of one rank in a new order. The transforms leave no option open.
+        """The program of one rank in a new order. The transforms must leave no option open.
 
         Raises: DoesNotFit if it needs more memory than its limit.
         """
@@ -271,13 +271,14 @@ class Traced(Printed):
     def _planned_with_recomputation(
         self, lowered: Lowered, graph: Graph, history: History
     ) -> Lowered:
-        """The program of one rank, in an order that is planned together with what backward recomputes.
+        """The program of one rank, planned together with what backward recomputes and what waits on the host.
 
-        The plan chooses both, and which values of forward wait on the host. `lowered` is the program of one rank
-        without an order, for which nothing is chosen yet. `graph` is the program before it was sharded, with its
-        `history`.
+        Args:
+            lowered: the program of one rank without an order, with all values of forward on the device.
+            graph: the program before it was sharded.
+            history: the stages up to `graph`.
         """
-        # The search returns a program, and this leads from it to its stage.
+        # The search returns a program. This finds its stage.
         lowered_of = {lowered.unordered: lowered}
 
         def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
@@ -298,7 +299,7 @@ class Traced(Printed):
 
         Args:
             cluster: as for `lower`.
-            plan: what this plan recomputes or moves to the host, the program does too.
+            plan: the plan whose recomputation and values on the host the program gets.
         """
         graph, history = self._before_sharding(cluster)
         if plan is None:
@@ -309,25 +310,25 @@ class Traced(Printed):
         return self._sharded(graph, history, cluster, plan)
 
     def _before_sharding(self, cluster: Cluster | None) -> tuple[Graph, History]:
-        """The program after the transforms that rewrite it as it was traced, and the stages up to there."""
+        """The program after the transforms that rewrite the traced program, and the stages up to there."""
         device = cluster.device if cluster is not None else self._default_device()
         mesh = mesh_of(self.transforms)
         graph = self.graph
-        # The collectives of the step itself name process groups, and a program names axes of the mesh.
+        # The collectives that the step itself calls name process groups. Programs name axes of the mesh.
         if isinstance(mesh, DeviceMesh):
             graph = by_axis(graph, mesh)
         graph = with_device_limit(with_limit(graph, self.transforms), device)
         history: History = (("trace", graph),)
         if self.recording.fx is not None:
             history = (("make_fx", self.recording.fx), *history)
-        return self._transformed(graph, history, lambda t: t.phase < Transform.phase)
+        early = [t for t in self.transforms if t.phase < Transform.phase]
+        return self._transformed(graph, history, early)
 
     def _transformed(
-        self, graph: Graph, history: History, is_meant: Callable[[Transform], bool]
+        self, graph: Graph, history: History, transforms: Sequence[Transform]
     ) -> tuple[Graph, History]:
-        """The program after some of the transforms, phase by phase."""
-        meant = [transform for transform in self.transforms if is_meant(transform)]
-        for transform in sorted(meant, key=lambda t: t.phase):
+        """The program after these transforms, phase by phase."""
+        for transform in sorted(transforms, key=lambda t: t.phase):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
             history = (*history, (transform.name, graph))
@@ -336,15 +337,16 @@ class Traced(Printed):
     def _sharded(
         self, graph: Graph, history: History, cluster: Cluster | None, plan: Plan
     ) -> Lowered:
-        """The program of one rank, without an order: the transforms that shard and schedule are applied to `graph`.
+        """The program of one rank, without an order: `graph` after the transforms that shard and schedule.
 
-        `graph` is the program after the transforms that rewrite it as it was traced, with what `plan` recomputes. The
-        values that `plan` has on the host are moved there.
+        `graph` is the program after `_before_sharding`, with the recomputation of `plan`. The values that `plan` has on
+        the host are moved there.
         """
-        graph, history = self._transformed(graph, history, lambda t: t.phase >= Transform.phase)
+        late = [t for t in self.transforms if t.phase >= Transform.phase]
+        graph, history = self._transformed(graph, history, late)
         graph, history = _through(graph, history, passes(plan))
 
-        # The leaves of the state have axes of their own. Every other input is distributed over all of them.
+        # Each leaf of the state has axes of its own. All other inputs are distributed over all axes.
         state = zip(graph.inputs, meta_leaves(graph))
         axes = [axes_of(self.transforms, v.name, leaf) for v, leaf in state]
         every_axis = all_axes(self.transforms, axes)
@@ -360,15 +362,15 @@ class Traced(Printed):
             plan=Plan("", recomputed=plan.recomputed, on_host=plan.on_host),
             cluster=cluster,
             unordered=graph,
-            # A program does not keep alive the arguments of the call that `trace_again` has.
+            # `trace_again` holds the arguments of a call, which a program must not keep alive.
             traced=dataclasses.replace(self, trace_again=None),
         )
 
     def _default_device(self) -> Device:
-        """The device to plan for if no cluster is named, with the memory of the one on which the step runs.
+        """The device to plan for if no cluster is passed, with the memory of the device that the step runs on.
 
-        Without devices it is an H100. A step without a mesh is also planned for an H100 if it runs on a CPU, and then
-        no memory is known.
+        Without devices it is an H100. A step on a CPU without a mesh is also planned for an H100, whose memory then
+        sets no limit.
         """
         mesh = mesh_of(self.transforms)
         if mesh is None:
@@ -393,7 +395,7 @@ class Lowered(Printed):
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
     each transform and after each later pass that changes it, and the program that runs. In the cache of a step it has
-    only the last. `unordered` has the hints of the transforms, and no order yet.
+    only the program that runs. `unordered` is the program with the hints of the transforms, before it has an order.
     """
 
     graph: Graph
@@ -413,17 +415,17 @@ class Lowered(Printed):
         return cost(self.graph)
 
     def memory_analysis(self) -> Memory:
-        """The bytes that are live at each equation, their peak, and the values that are live at the peak."""
+        """The live bytes at each equation, their peak, and the values that are live at the peak."""
         return memory(self.graph)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """Simulate the step on a cluster, by default the one of its plan. The result prints, and saves as a picture.
+        """Simulate the step on a cluster, by default the one it was planned for. Print the result, or save a picture.
 
-        It includes a lower bound: in no order of the same collectives, within the same memory, is the step faster.
+        The timeline includes a lower bound: no order of the same collectives, within the same memory, is faster.
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        # The bound is of each micro-batch by itself.
+        # The bound counts each micro-batch by itself, so the bytes of the others are taken from the peak.
         programs = micro_batch_programs(self.graph)
         peak = timeline.peak - min(bytes_of_others(self.graph, programs).values())
         return dataclasses.replace(timeline, bound=self._lower_bound(cluster, peak))
@@ -432,7 +434,7 @@ class Lowered(Printed):
         """A time that no order within `peak` bytes can beat, and its bottleneck; None if no collective is planned."""
         unordered = self.unordered
         if self.graph.carried:
-            # The step before may have ended these gathers. So the bound counts no time for them, and their leaves are
+            # These gathers may end during the step before. So the bound counts no time for them, and their leaves are
             # whole from the start.
             carried: set[int] = set()
             for start in carried_starts(self.graph):
@@ -441,7 +443,7 @@ class Lowered(Printed):
             size = local_bytes(unordered)
             peak += sum(size(v) for v in unordered.inputs[len(self.unordered.inputs) :])
 
-        # Those that the cluster has, and those that the plan names, each once.
+        # The plan may name neighbours that this cluster does not have.
         all_neighbours = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
         neighbours = tuple(dict.fromkeys(all_neighbours))
         order = skeleton(unordered, neighbours)
@@ -451,11 +453,11 @@ class Lowered(Printed):
 
     @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
-        """Plan again, from measured times; `plan.notes` say how much faster the step should become.
+        """Plan again, from measured times. `plan.notes` say how much faster the step should become.
 
         Each rank may pass its own profile. When the program first runs, all ranks use rank 0's plan.
 
-        Source: DeepSpeed DeepCompile, 2025, which also plans again after some recorded steps.
+        Source: DeepSpeed DeepCompile, 2025, also plans again after some recorded steps.
         """
         cluster = profile if isinstance(profile, Cluster) else profile.cluster(self.cluster)
         replanned = self.traced.planned(cluster)
@@ -472,7 +474,7 @@ class Lowered(Printed):
         return lowered._ordered(plan, apply_plan(lowered.unordered, plan))._check_limit()
 
     def _with_recomputation_of(self, plan: Plan) -> Lowered:
-        """This program with what a plan recomputes and moves to the host, before it has an order."""
+        """This program with a plan's recomputation and values on the host, before it has an order."""
         if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
             return self
         return self.traced.without_order(self.cluster, plan)
@@ -494,12 +496,12 @@ class Lowered(Printed):
         )
 
     def with_notes(self, notes: Sequence[str]) -> Lowered:
-        """This program with more notes in its plan, in front of the others."""
+        """This program with these notes in front of its plan's notes."""
         plan = dataclasses.replace(self.plan, notes=(*notes, *self.plan.notes))
         return dataclasses.replace(self, plan=plan)
 
     def to_fx(self) -> fx.GraphModule:
-        """The program of one rank as an FX module, with flat inputs and outputs, for tools that read FX."""
+        """The program of one rank as an FX module from flat inputs to flat outputs, for tools that read FX."""
         return to_fx(self.graph)
 
     def in_order_of(self, plan: Plan) -> Lowered:
@@ -508,7 +510,7 @@ class Lowered(Printed):
         return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
 
     def _check_limit(self) -> Lowered:
-        """This program. Its plan is within the limit, but copies and carried gathers that were added since take memory.
+        """Return this program if it fits its limit, with the copies and carried gathers that were added after planning.
 
         Raises: DoesNotFit if it needs more than its limit.
         """
@@ -516,8 +518,8 @@ class Lowered(Printed):
         return self
 
     def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
-        """This program in the order of `graph`, with its plan, to which notes on memory and traffic are added."""
-        # The last stage is the program without an order, and becomes the ordered one.
+        """This program in the order of `graph`, with `plan` and its notes on memory and traffic."""
+        # The last stage is the program without an order. The ordered one replaces it.
         history: History = (*self.history[:-1], ("plan", graph))
         graph, history = _through(graph, history, passes_after_plan(plan, self.cluster))
         check_host_memory(check(graph), self.cluster)
@@ -540,9 +542,9 @@ class Lowered(Printed):
 
         Returns: The full new state, and the output of each rank.
 
-        Raises: TypeError if the step was traced for other arguments, or for other values of what it reads besides them.
-            The error names the rank and the argument. ValueError if there is not one batch for each rank,
-            or the step itself divides an argument, as `parallelize_module` does.
+        Raises: TypeError if the step was traced for other arguments, or for other values that it reads elsewhere. The
+            error names the rank and the argument. ValueError if the number of batches is not the number of ranks, or
+            if the step itself divides an argument, as `parallelize_module` does.
         """
         graph = self.graph
         recording = self.recording
@@ -563,7 +565,7 @@ class Lowered(Printed):
         ranks = []
         for shards, leaves in zip(split_state(graph, full_state), inputs, strict=True):
             ranks.append(shards + leaves[num_state:])
-        # The first step also runs the gathers that a step before it would have started.
+        # There is no step before this one, so it also runs the gathers that such a step would have started.
         if graph.carried:
             gathered = lockstep(gathers_before(graph), ranks)
             ranks = [leaves + futures for leaves, futures in zip(ranks, gathered)]
@@ -614,15 +616,15 @@ class Lowered(Printed):
             backend: "eager" runs the program operation by operation. "inductor" compiles the operations between
                 collectives and matrix products, when the program first runs.
             cuda_graph: capture the whole step as a CUDA graph in the second call; that call and all later ones replay
-                it. See `Compiled.close`. A call returns before a pinned batch has been copied to the GPU: write to it
-                only after `torch.cuda.synchronize()`.
+                it. See `Compiled.close`. A call returns before a pinned batch has been copied to the GPU: write to the
+                batch only after `torch.cuda.synchronize()`.
             cast_ahead: let updates also write the half-precision copies of parameters that the next step reads, for
-                instance under autocast: on a GPU those of fused Adam and AdamW, with "inductor" those that are
-                elementwise. It takes 2 bytes more for each of these parameters. A parameter that has changed since, by
-                PyTorch's version counter, is cast again. The counter does not see what is written through `.data`, by
-                a collective of torch.distributed, or by a kernel of your own: call `Compiled.close` after that.
+                instance under autocast. Fused Adam and AdamW on a GPU do this, and elementwise updates with "inductor".
+                It takes 2 more bytes per element of these parameters. A parameter that has changed since, by PyTorch's
+                version counter, is cast again. The counter does not see writes through `.data`, by a collective of
+                torch.distributed, or by a kernel of your own: call `Compiled.close` after these.
 
-        Raises: ValueError for an unknown backend, without a compiler for "inductor", or without a GPU for a CUDA graph.
+        Raises: ValueError if the backend is unknown, "inductor" has no compiler, or a CUDA graph has no GPU.
         """
         if backend not in BACKENDS:
             there_are = " and ".join(map(repr, BACKENDS))
@@ -643,7 +645,7 @@ class Lowered(Printed):
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:
-    """Raises: ValueError for an input that the step itself divides, because other ranks hold the other parts."""
+    """Raises: ValueError if the step itself divides an input, because other ranks hold the other parts."""
     for user_sharding, path in zip(recording.user_shardings, recording.paths_of_inputs):
         if user_sharding is not None:
             raise ValueError(
@@ -657,14 +659,14 @@ def _bound_of_micro_batches(
 ) -> tuple[float, str]:
     """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
     total = 0.0
-    binds = ""
+    bottleneck = ""
     for part, times in micro_batch_programs(graph).runs:
         order = skeleton(part, neighbours)
         if order.gathers or order.reductions:
             result = bound(formulate(order, cluster, peak))
-            seconds, binds = result.seconds, result.binds
+            seconds, bottleneck = result.seconds, result.binds
         else:
             # Without planned collectives there is one order.
-            seconds, binds = simulate(part, cluster).seconds, "compute"
+            seconds, bottleneck = simulate(part, cluster).seconds, "compute"
         total += times * seconds
-    return total, binds
+    return total, bottleneck
