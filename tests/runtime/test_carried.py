@@ -178,6 +178,6 @@ def test_ranks_that_do_not_go_on_alike_disagree(mesh):
     assert text == (
         "  On ranks 0, 3 the step begins with gathers that the step before has started, as "
         "prefetch(across_steps=True) says. On rank 2 it has another state, or one that has changed since.\n"
-        "Change the state between the same two steps on all ranks. The next call starts these gathers anew on all of "
+        "Change the state between the same two steps on all ranks. The next call starts these gathers again on all of "
         "them."
     )

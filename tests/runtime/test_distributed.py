@@ -186,7 +186,7 @@ def test_a_state_that_one_rank_has_changed_is_an_error_on_all(across_steps):
             "a step of step: the ranks of the mesh do not do the same, so none of them has sent anything.\n"
             "  On rank 0 the step begins with gathers that the step before has started, as "
             "prefetch(across_steps=True) says. On rank 1 it has another state, or one that has changed since.\n"
-            "Change the state between the same two steps on all ranks. The next call starts these gathers anew on all "
+            "Change the state between the same two steps on all ranks. The next call starts these gathers again on all "
             "of them."
         )
     assert [f["bitwise"] for f in of(across_steps, "goes on")] == [True] * 2

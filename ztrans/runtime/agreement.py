@@ -1,23 +1,23 @@
-"""The ranks of a mesh compare what they are about to do.
+"""The comparison with which the ranks of a mesh check, before they communicate, that they make the same call.
 
-The messages of a step have no names. If ranks made different calls, one would take the bytes of another for its own,
-or wait forever. So each call that communicates begins with `agree`: the ranks compare a digest of the name of the call
-and of what must be the same on all of them. If the digests differ, they send the values themselves, and all ranks raise
-the same error; nothing else has been sent.
+The messages of a step have no names. If ranks made different calls, a rank would read bytes meant for another call, or
+wait forever. So each call that communicates begins with `agree`: the ranks compare a digest of the call's name and of
+the values that must be equal on all of them. If the digests differ, they send the values themselves, and all ranks
+raise the same error before anything else is sent.
 
 A record has the digest, its complement, and some bits. Ranks combine records by an elementwise maximum, which gives the
-greatest digest and the complement of the least one: the digests are equal if these two are equal. So a record has the
-same size for any number of ranks. In a round, each rank exchanges it with at most eight others, farther away in each
-round: one round for 9 ranks, two for 81, four for 6,561. gloo's own collectives, `all_reduce` included, pass messages
+greatest digest and the complement of the least one, so the digests are equal if these two match. A record has the same
+size for any number of ranks. In a round, each rank exchanges it with at most eight others, farther away in each round:
+one round for 9 ranks, two for 81, four for 6,561. gloo's own collectives, `all_reduce` included, would pass messages
 around the ring of all ranks.
 
-On GPUs the host launches work ahead of the device, and would have to wait for the other hosts in every step. So there
-the answer about a step is read when the next call begins. If the ranks differ, that step has been launched, and its
-state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). If a rank
-makes another call instead, such as `save`, it learns that the others have launched a step, and ends them at once. With
-more than 9 ranks, the rounds after the first are exchanged when the next call begins, on all ranks.
+On GPUs the host launches work ahead of the device, and waiting for the other hosts in every step would end that. So
+there the answer about a step is read when the next call begins. If the ranks differ, the step has been launched, and
+its state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). If a
+rank makes another call instead, such as `save`, it learns that the others have launched a step, and ends them at once.
+With more than 9 ranks, all ranks exchange the rounds after the first when the next call begins.
 
-A record also says whether its rank has been asked to stop (see `stop`). So all ranks learn that in the same step.
+A record also says whether its rank has been asked to stop (see `stop`), so all ranks learn that in the same step.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def agree(
     Args:
         groups: the process groups of the mesh.
         call: the name of the call.
-        mine: what must be the same on all ranks, a value of numbers and texts.
-        explain: returns what the error says about the values of all ranks, by rank, if they differ; an empty text if
-            they may differ in this way. All ranks call it, so it may ask them for more.
-        mark: if it is given, the step is launched first, and the answer is read when the next call begins. If the
-            ranks differ, this function marks the state of the step; it gets the cause.
-        remarks: what the error says about the call of this rank if others make another one.
+        mine: this rank's values that must be the same on all ranks, made of numbers and texts.
+        explain: maps the values of all ranks, by rank, to the text of the error; empty if they may differ in this way.
+            All ranks call it, so it may communicate.
+        mark: marks the state of the step as half updated, for a cause. If it is passed, the step is launched first,
+            and the answer is read when the next call begins.
+        remarks: lines for the error about this rank's call if the other ranks make another one.
 
     Raises: RuntimeError on every rank if the ranks make different calls, or run different versions; LostRank if a rank
         has ended or does not answer.
@@ -108,14 +108,14 @@ def agree(
 
 
 class Failure(NamedTuple):
-    """What a rank that cannot make a call sends in place of its value."""
+    """The value of a rank that cannot make a call."""
 
     call: str
     reason: str
 
     @property
     def note(self) -> str:
-        """What this rank writes for others that have gone on without it."""
+        """The text of this rank's note, for ranks that have launched the step without it."""
         return f"failed in {self.call} with {self.reason.splitlines()[0]}"
 
 
@@ -125,7 +125,7 @@ def say_failure(groups: ProcessGroups, name: str, error: Exception) -> None:
     They raise an error before they send anything. If they have launched the step, as on GPUs, this rank quits the mesh.
     """
     failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
-    # The error of this rank says more than the one of all ranks.
+    # The caller raises this rank's own error, which says more.
     with contextlib.suppress(RuntimeError):
         agree(groups, f"{step_of(name)}, without a program", failure, lambda by_rank: "")
 
@@ -136,12 +136,12 @@ def agree_on_call(mesh: DeviceMesh, call: str) -> None:
 
 
 class _Answer(NamedTuple):
-    """What a comparison has found.
+    """The result of a comparison.
 
     Attributes:
-        calls: the calls of the ranks.
-        problem: what differs, in words; empty if the ranks agree.
-        is_mixed: whether some ranks have launched a step, and others wait in another call.
+        calls: the names of the ranks' calls.
+        problem: the difference in words; empty if the ranks agree.
+        is_mixed: whether some ranks have launched a step while others wait in another call.
     """
 
     calls: str
@@ -151,7 +151,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _PendingAnswer:
-    """The answer about a step that this rank has launched; `mark` marks the state of the step."""
+    """The answer about a step that this rank has launched. `mark` marks the state of the step as half updated."""
 
     question: _Question
     mark: Callable[[str], None]
@@ -160,14 +160,14 @@ class _PendingAnswer:
         """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
         answer = self.question.answer(groups)
         if answer.is_mixed:
-            # The other rank quits the mesh, and its note has the name of its call.
+            # The other rank quits the mesh, and its note names its call.
             error = RuntimeError(f"another rank did not launch {answer.calls}")
             loss = quit_after_loss(groups, answer.calls, error)
             self.mark(loss.reason or str(error))
             raise loss
         if answer.problem:
             self.mark(f"the ranks did not do the same in {answer.calls}")
-            # A rank may wait for a message that no rank sends, so the mesh cannot go on. All ranks know that here.
+            # A rank may wait for a message that no rank sends, so the mesh cannot continue. All ranks come here.
             text = f"{answer.calls}: {_LATE}{answer.problem}"
             quit_with_note(groups, f"has read that in {text}")
             raise RuntimeError(text)
@@ -177,9 +177,9 @@ class _Record(NamedTuple):
     """The record of a rank, or the maximum of several: two halves of a digest, their complements, and bits.
 
     Attributes:
-        launches: a rank launches its step before it reads the answer.
-        waits: a rank waits for the answer.
-        stops: a rank has been asked to stop.
+        launches: 1 if a rank launches its step before it reads the answer.
+        waits: 1 if a rank waits for the answer.
+        stops: 1 if a rank has been asked to stop.
     """
 
     high: int
@@ -200,9 +200,9 @@ class _Record(NamedTuple):
 
 
 class _Question:
-    """A comparison that has begun: the first exchange of records is under way.
+    """A comparison in progress: its first exchange of records has begun.
 
-    This rank `launches` its step before it reads the answer, or waits for the answer.
+    `launches` says that this rank launches its step before it reads the answer.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _Question:
         self.mine = mine
         self.explain = explain
         self.remarks = remarks
-        # Every step sends this record, so it is a hash of a fixed size. Values are sent only if hashes differ.
+        # Every step sends this record, so it holds a hash of fixed size. Values are sent only if the hashes differ.
         high, low = _DIGEST.unpack_from(hashlib.sha256(repr((call, mine)).encode()).digest())
         record = _Record(high, low, ~high, ~low, launches, not launches, stop.is_requested())
         with quitting_after_loss(groups, call):
@@ -240,11 +240,11 @@ class _Question:
         groups.sent_records += works[receives:]
 
     def _end_round(self) -> _Record:
-        """Wait until the records of the other ranks have arrived.
+        """Wait for the records of the other ranks, and return the maximum.
 
-        This does not wait for the sends. Every rank posts its receives before its sends, so when its record arrives,
-        the record for it has been handed to the connection. If that rank then resets the connection, gloo never wakes
-        a wait for the send.
+        It does not wait for the sends. Every rank posts its receives before its sends, so when its record arrives, our
+        record has been handed to the connection. If that rank then resets the connection, gloo never wakes a wait for
+        the send.
         """
         try:
             while self._receives:
@@ -265,13 +265,12 @@ class _Question:
                 self._begin_round(groups, ranks, record)
                 record = self._end_round()
         if record.is_mixed:
-            # Ranks that have launched a step read this at another time, so no rank may ask for the values.
+            # Ranks that have launched a step read the answer at another time, so the values cannot be exchanged.
             return _Answer(self.call, is_mixed=True)
         if record.stops:
             groups.stop_requested = True
         if record.has_equal_digests:
             return _Answer(self.call)
-        # Only now are the values themselves sent.
         calls = {}
         values = {}
         remarks = {}
@@ -280,7 +279,7 @@ class _Question:
             calls[rank] = call
             values[rank] = value
             remarks[rank] = remarks_of_rank
-        failure = _failed(values)
+        failure = _failure_text(values)
         if failure:
             return _Answer(self.call, failure)
         if len(set(calls.values())) > 1:
@@ -291,7 +290,7 @@ class _Question:
 
 @functools.cache
 def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks that exchange records with a rank in each round, itself included.
+    """For each round, the ranks with which a rank exchanges records, itself included.
 
     After each round its record covers all ranks up to some distance on either side.
 
@@ -314,7 +313,7 @@ def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _compare_versions(groups: ProcessGroups) -> None:
-    """Check that all ranks run the same versions, once for a mesh.
+    """Check once for a mesh that all ranks run the same versions.
 
     Raises: RuntimeError on every rank if they do not.
     """
@@ -326,7 +325,7 @@ def _compare_versions(groups: ProcessGroups) -> None:
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in versions]
     if len(set(texts)) > 1:
         raise RuntimeError(
-            f"{_OTHER_VERSIONS}{_by_rank(dict(zip(groups.ranks, texts)))}"
+            f"{_OTHER_VERSIONS}{_lines_by_ranks(dict(zip(groups.ranks, texts)))}"
             f"Install the same versions on all hosts."
         )
     groups.has_compared_versions = True
@@ -339,7 +338,7 @@ def _versions() -> str:
 
 
 def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
-    """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All of its ranks must call it together.
+    """The values that the ranks of a mesh pass, in the order of `mesh.mesh`. All ranks must call it together.
 
     Raises: LostRank if a rank has ended or does not answer.
     """
@@ -347,7 +346,7 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
 
 def from_first(value: T, mesh: DeviceMesh) -> T:
-    """The value that the first rank of a mesh passes. All of its ranks must call it together.
+    """The value that the first rank of a mesh passes. All ranks must call it together.
 
     Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
     """
@@ -359,15 +358,15 @@ def from_first(value: T, mesh: DeviceMesh) -> T:
 
 
 def _from_all(groups: ProcessGroups, value: T) -> list[T]:
-    """The values that the ranks pass; LostRank says why another rank is lost."""
+    """The values that the ranks pass. Raises: LostRank, with the reason if it is known."""
     with quitting_after_loss(groups, "ztrans"):
         if not groups.is_alone:
             groups.open()
         return groups.from_all(value)
 
 
-def _failed(values: Mapping[int, Any]) -> str:
-    """What an error says about the first rank that cannot make a call; empty if all can."""
+def _failure_text(values: Mapping[int, Any]) -> str:
+    """The line of an error about the first rank that cannot make a call; empty if all can."""
     for rank, value in values.items():
         if isinstance(value, Failure):
             return f"  Rank {rank} has failed with {value.reason}"
@@ -376,27 +375,27 @@ def _failed(values: Mapping[int, Any]) -> str:
 
 def _different_calls(calls: Mapping[int, str], remarks: Mapping[int, Sequence[str]]) -> str:
     """The text of an error about ranks that make different calls, with remarks about the call of each rank."""
-    described = {}
+    texts = {}
     for rank, call in calls.items():
         lines = "".join(f"\n    {remark}" for remark in remarks[rank][:_MOST_REMARKS])
-        described[rank] = call + lines
+        texts[rank] = call + lines
     return (
-        f"{_by_rank(described)}Every rank must make the same calls in the same order. If the data of some ranks has "
+        f"{_lines_by_ranks(texts)}Every rank must make the same calls in the same order. If the data of some ranks has "
         f"ended, {STOP_TOGETHER}"
     )
 
 
-def _by_rank(texts: Mapping[int, str]) -> str:
-    """A line for each text, with the ranks that have it."""
-    by_text = grouped((text, rank) for rank, text in texts.items())
-    return "".join(f"  {rank_names(same)}: {text}\n" for text, same in by_text.items())
+def _lines_by_ranks(texts: Mapping[int, str]) -> str:
+    """A line for each different text, with the ranks that have it."""
+    ranks_by_text = grouped((text, rank) for rank, text in texts.items())
+    return "".join(f"  {rank_names(ranks)}: {text}\n" for text, ranks in ranks_by_text.items())
 
 
 def different_steps(steps: Mapping[int, int]) -> str:
-    """What an error says about states that have taken different numbers of steps, by rank."""
+    """The text of an error about states that have taken different numbers of steps, by rank."""
     counts = {rank: f"{count} steps" for rank, count in steps.items()}
     return (
-        f"  The states have taken different numbers of steps since they were sharded:\n{_by_rank(counts)}"
+        f"  The states have taken different numbers of steps since they were sharded:\n{_lines_by_ranks(counts)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."
     )
 

@@ -1,13 +1,12 @@
-"""The gathers that one step has started, and for which the next step waits.
+"""Gathers that one step starts and the next step waits for.
 
-A step whose program carries gathers (see `ir.across_steps`) ends while these are under way. They belong to the mesh, as
-its channels do: the next step of the mesh uses them, or lets them end and drops them. It uses them if it starts with
-the same gathers, and each leaf that they gather is as the last step has left it. All ranks must do the same, because
-one that starts gathers sends messages that the others do not expect. So it is a part of what they compare (see
-`agreement`).
+A step whose program carries gathers (see `ir.across_steps`) ends while they are in progress. They belong to the mesh,
+like its channels: the next step of the mesh uses them, or waits for them and drops them. It uses them if it begins with
+the same gathers, and each leaf that they gather is unchanged since the last step. All ranks must do the same, because a
+rank that starts gathers sends messages that the others do not expect. So the ranks compare this too (see `agreement`).
 
 `Compiled` asks `uses_carried` before a step, and calls `ProcessGroups.drop_carried` if the answer is no. A step that
-fails closes the channels of the mesh, and what was carried goes with them.
+fails closes the channels of the mesh and drops the carried gathers.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Carried:
     """Gathers that a step has started for the next one.
 
     Attributes:
-        sent: what they send, a line for each message.
+        sent: a line for each message that they send.
         members: the gathers in progress.
-        starts: what has started them.
-        leaves: the leaves that they gather, as the step has left them; None if the gathers may not be used.
+        starts: the modules that have started them.
+        leaves: snapshots of the leaves that they gather, after the step; None if the gathers may not be used.
     """
 
     sent: tuple[str, ...]
@@ -50,33 +49,32 @@ class Carried:
     leaves: tuple[Snapshot, ...] | None = None
 
     def wait(self) -> None:
-        """Let the gathers end, and drop what they bring."""
+        """Wait for the gathers, and drop their results."""
         for member in self.members:
             wait(member)
 
     def join(self) -> None:
-        """Let compute wait for the gathers, so that the memory that they fill may be freed."""
+        """Make compute wait for the gathers, so that the memory that they fill may be freed."""
         for start in self.starts:
             start.join()
 
 
 class CarryingExecutable:
-    """The program of one rank that carries gathers, as a function from flat inputs to flat outputs without these.
+    """The program of one rank that carries gathers, as a function whose inputs and outputs do not include the gathers.
 
     Attributes:
-        run: the program, which takes the members that the step before has started, and returns those of the next.
-        sent: what the gathers send.
-        groups: those of the mesh, which hold what is carried.
-        starts: what starts them.
-        leaves: for each of them, the positions of the leaves that it gathers.
+        run: the executable, whose last inputs are the carried gathers, and last outputs the gathers for the next step.
+        sent: a line for each message that the gathers send.
+        starts: the modules that start the gathers for the next step.
+        leaves: for each of these modules, the positions of the leaves that it gathers.
+        groups: the process groups of the mesh, which hold the carried gathers.
     """
 
     def __init__(self, run: StepExecutable, graph: Graph, mesh: DeviceMesh) -> None:
         carried = carried_starts(graph)
         self.run = run
-        self.sent = tuple(
-            message_lines(graph.replace(eqns=tuple(start.eqn for start in carried)), {})
-        )
+        starts_only = graph.replace(eqns=tuple(start.eqn for start in carried))
+        self.sent = tuple(message_lines(starts_only, {}))
         self.starts = [_module(run.program, start.eqn.out.name) for start in carried]
         self.leaves = [start.leaves for start in carried]
         self.groups = process_groups(mesh)
@@ -87,7 +85,7 @@ class CarryingExecutable:
         return self.run.program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        # A step that fails leaves nothing to the next one, which then starts its gathers itself.
+        # If this step fails, nothing is carried, and the next step starts its gathers itself.
         carried = self.groups.carried
         self.groups.carried = None
         members = carried.members if carried is not None else self.start(inputs)
@@ -100,29 +98,29 @@ class CarryingExecutable:
         return outputs[:end]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> tuple[Member, ...]:
-        """Start the gathers from the state itself."""
+        """Start the gathers from the leaves in `inputs`, for a step that uses no carried ones."""
         members: list[Member] = []
         try:
             with torch.no_grad(), without_autocast():
                 for start, leaves in zip(self.starts, self.leaves):
                     members += start(*(inputs[i] for i in leaves))
         except BaseException:
-            # Those that have started still fill the memory that the error lets go of.
+            # The gathers that have started still write to memory that the error frees.
             for start in self.starts:
                 start.join()
             raise
         return tuple(members)
 
     def uses_carried(self, inputs: Inputs) -> bool:
-        """Whether a step on these inputs uses what the last step of the mesh has started."""
+        """Whether a step on these inputs uses the gathers that the last step of the mesh has started."""
         carried = self.groups.carried
         if carried is None or carried.leaves is None or carried.sent != self.sent:
             return False
         positions = chain(*self.leaves)
         return all(leaf.is_unchanged(inputs, i) for leaf, i in zip(carried.leaves, positions))
 
-    def note(self, inputs: Inputs) -> None:
-        """Note that a step on these inputs has ended well: the next one may use what it has started."""
+    def step_ended(self, inputs: Inputs) -> None:
+        """Let the next step use the gathers that this one has started. Called after a step on these inputs succeeds."""
         carried = self.groups.carried
         if carried is not None:
             leaves = tuple(Snapshot.of(inputs, i) for i in chain(*self.leaves))

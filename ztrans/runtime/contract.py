@@ -1,7 +1,7 @@
-"""What a program does that must be the same on all ranks, and how they agree on a new program and its plan.
+"""The contract of a program, which must be the same on all ranks, and the agreement on a new program and its plan.
 
-These are its messages, its update of the state, and the numbers that the new state depends on. The sizes of batches
-may differ from rank to rank, and with them the program. All ranks take the plan that the first one makes.
+A contract has the program's messages, its update of the state, and the numbers that the new state depends on. The sizes
+of batches may differ from rank to rank, and so may the rest of the program. All ranks follow the plan of the first one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _SAME_PROGRAM = (
 
 
 class Terms(NamedTuple):
-    """What the ranks compare in a step.
+    """The values that the ranks compare in a step.
 
     Attributes:
-        digest: of the contract.
-        numbers: the numbers among the arguments that the new state depends on.
+        digest: the digest of the contract.
+        numbers: the numbers among the arguments that the new state depends on, as text.
         state_numbers: the numbers in the state, by position.
         steps: the number of steps that the state has taken.
-        uses_carried: whether the step uses the gathers that the step before has started. If not, it starts its own.
+        uses_carried: whether the step uses the gathers that the step before has started, or starts its own.
     """
 
     digest: str
@@ -56,10 +56,13 @@ class Terms(NamedTuple):
 
 
 class Contract:
-    """What a program does that must be the same on all ranks: its messages, its update, and the numbers that it reads.
+    """The messages of a program, its update of the state, and the numbers that it reads. All ranks must have the same.
 
-    `update` is a hash of the update of the state (see `update_hash`). `mesh` is the mesh that runs the program, in the
-    order that it has. `axes` are, for each leaf of the state, the axes along which ranks hold the same values.
+    Args:
+        graph: the program.
+        update: a hash of the update of the state (see `update_hash`).
+        mesh: the mesh, once the program has the order in which it runs; None before.
+        axes: for each leaf of the state, the axes along which ranks hold the same values.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Contract:
         return Terms(self.digest, numbers, state_numbers, steps, uses_carried)
 
     def explain(self, mesh: DeviceMesh, terms: Mapping[int, Terms]) -> str:
-        """What an error says about terms that differ, by rank. All ranks of the mesh must call it."""
+        """The text of an error about terms that differ, by rank. All ranks of the mesh must call it."""
         first, *others = terms.values()
         if any((x.digest, x.numbers) != (first.digest, first.numbers) for x in others):
             mine = [*self.lines, *terms[dist.get_rank()].numbers]
@@ -143,37 +146,37 @@ def _as_text(number: float | None) -> str:
 
 
 def _different_gathers(uses_carried: Mapping[int, bool]) -> str:
-    """What an error says if only some ranks can use the gathers that the step before has started, by rank."""
+    """The text of an error if only some ranks can use the gathers that the step before has started, by rank."""
     using = [rank for rank, uses in uses_carried.items() if uses]
     starting = [rank for rank, uses in uses_carried.items() if not uses]
     return (
         f"  On {rank_names(using)} the step begins with gathers that the step before has started, as "
         f"prefetch(across_steps=True) says. On {rank_names(starting)} it has another state, or one that has "
         f"changed since.\nChange the state between the same two steps on all ranks. The next call starts these gathers "
-        f"anew on all of them."
+        f"again on all of them."
     )
 
 
 def _shared_numbers(graph: Graph) -> dict[int, str]:
-    """The numbers that the new state depends on, other than through a reduction over the ranks: places and names."""
-    in_state = set(variables(graph.outputs[: graph.num_state]))
+    """The names, by position, of the numbers that the new state depends on, except through a reduction over ranks."""
+    read_alike = set(variables(graph.outputs[: graph.num_state]))
     for eqn in replicated_equations(graph):
-        in_state.update(eqn.ins)
-    numbers = {}
+        read_alike.update(eqn.ins)
+    names = {}
     for i, v in enumerate(graph.inputs):
         is_argument = i >= graph.num_state and not v.future
-        if is_argument and v in in_state and v not in graph.batch:
-            numbers[i] = v.name
-    return numbers
+        if is_argument and v in read_alike and v not in graph.batch:
+            names[i] = v.name
+    return names
 
 
 # ---- messages
 
 
 def message_lines(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
-    """The messages that a program sends, in order, a line for each. They must be the same on every rank.
+    """A line for each message that a program sends, in order. The lines must be the same on every rank.
 
-    `sent_at_waits` are the lines of those that a wait sends, by the index of that wait.
+    `sent_at_waits` has the lines of messages that a wait sends, by the index of the wait.
     """
     lines = [f"{graph.micro} micro-batches"] if graph.micro > 1 else []
     for index, eqn in enumerate(graph.eqns):
@@ -182,7 +185,7 @@ def message_lines(graph: Graph, sent_at_waits: Mapping[int, str]) -> list[str]:
         elif is_start(eqn):
             lines.append(_message(graph, eqn))
         elif is_user_start(eqn):
-            lines.append(_users_message(eqn))
+            lines.append(_user_message(eqn))
     return lines
 
 
@@ -192,15 +195,17 @@ def _message(graph: Graph, start: Eqn) -> str:
     for k, out in enumerate(start.results):
         size = buffer_bytes(start, k, graph.axes)
         members.append(f"{_member_name(start, out)} ({size} bytes)")
-    kind = " ".join(filter(None, (op_name(start.op), start.kwargs.get("op"))))
+    kind = op_name(start.op)
+    if start.kwargs.get("op"):
+        kind = f"{kind} {start.kwargs['op']}"
     wire = DTYPES.get(wire_dtype(start, start.ins[0]), "")
     return f"{kind} over {start.kwargs['axis']} as {wire} of {', '.join(members)}"
 
 
-def _users_message(eqn: Eqn) -> str:
+def _user_message(eqn: Eqn) -> str:
     """The line of a collective that the user's step calls itself.
 
-    It has no sizes: along another axis, ranks may have batches of other sizes, and so messages of other sizes.
+    It has no sizes: batches of other sizes along another axis make messages of other sizes.
     """
     values = [f"{v.name}: {DTYPES.get(v.dtype, v.dtype)}" for v in variables(eqn.args)]
     group = eqn.args[-1] if eqn.args else ""
@@ -208,10 +213,10 @@ def _users_message(eqn: Eqn) -> str:
 
 
 def lines_at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
-    """The messages that the waits of a program send, a line for each, by the index of the wait.
+    """A line for each message that a wait of a program sends, by the index of the wait.
 
-    Over gloo, the first wait for a hierarchical message sends its second level, unless that has been sent before. If
-    ranks waited in different orders, each could wait for what the other one sends at a later wait.
+    Over gloo, the first wait for a hierarchical message sends its second level, unless that was sent before. If ranks
+    waited in different orders, each could wait for a message that the other sends only at a later wait.
     """
     lines = {}
     for started in dict.fromkeys(waited.started for waited in pair(graph).waits.values()):
@@ -225,18 +230,18 @@ def lines_at_waits(graph: Graph, mesh: DeviceMesh) -> dict[int, str]:
 
 
 def _member_name(start: Eqn, out: Var) -> str:
-    """The name of a member. If it belongs to no leaf, its number may be another one for a batch of another size."""
+    """The name of a member, without its number if it belongs to no leaf: that may depend on the size of the batch."""
     name = out.base_name
     return name if role(start) in ("param", "grad", "state") else re.sub(r"_\d+\b", "", name)
 
 
 def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
-    """What an error says about the first line in which a rank differs from the first rank.
+    """The text of an error about the first line in which a rank differs from the first rank.
 
-    The lines after `_NO_MORE` say how a rank updates its state.
+    The lines after `_NO_MORE` are about the update of the state.
     """
     k = next(k for k, lines_there in enumerate(lines) if list(lines_there) != list(lines[0]))
-    # A rank may have more lines: numbers on a GPU have none.
+    # Ranks may have different numbers of lines: numbers on a GPU have none.
     pairs = list(zip_longest(lines[0], lines[k], fillvalue="nothing"))
     position = next(i for i, (here, there) in enumerate(pairs) if here != there)
     place = f"Message {position} of the step is"
@@ -254,9 +259,9 @@ def agree_on_program(
 ) -> T:
     """The plan of the first rank of a mesh. All ranks must plan the same step; the sizes of its batches may differ.
 
-    `changes` say how the call differs from the one before, for the error if other ranks need no new program.
+    `changes` says how the call differs from the one before, for the error if other ranks need no new program.
 
-    Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message in which they do.
+    Raises: RuntimeError on every rank if the steps differ. It names the ranks and the first message that differs.
     """
 
     def explain(lines: Mapping[int, list[str]]) -> str:
@@ -269,7 +274,7 @@ def agree_on_program(
 def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:
     """Check that the plan of the first rank fits the programs of all ranks.
 
-    `problem` says why it does not fit the program of this rank, and is empty if it does, as on the first rank.
+    `problem` says why the plan does not fit the program of this rank. It is empty if it fits, as on the first rank.
 
     Raises: RuntimeError on every rank if the plan does not fit the program of one of them.
     """

@@ -1,6 +1,6 @@
-"""Generated code as a function from flat inputs to flat outputs, which overwrites the state.
+"""Generated code as a function from flat inputs to flat outputs that overwrites the state.
 
-A step of several micro-batches has an executable for the first, one for each in the middle, and one for the last.
+A step of several micro-batches has an executable for the first one, one for all in the middle, and one for the last.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ from .host_copies import HostCopy
 class Executable:
     """A program of one rank as a function from flat inputs to flat outputs.
 
-    It overwrites the first `num_state` inputs, the state, with the new state. It calls `on_write` before the first
-    write. `program` is the FX module that runs. `aliased_outputs` are the positions of outputs that show memory of
-    arguments or of constants; they are copied, because later steps and the caller use that memory.
+    It overwrites the first `num_state` inputs, the state, with the new state.
+
+    Attributes:
+        program: the FX module that runs.
+        num_state: the number of leaves of the state.
+        on_write: a function to call before the first write to the state.
+        aliased_outputs: the positions of the outputs to copy, because they share memory with arguments or constants,
+            which later steps and the caller use.
     """
 
     program: fx.GraphModule
@@ -46,7 +51,7 @@ class Executable:
             try:
                 outputs = self.program.forward(*inputs)
             except BaseException as error:
-                # The traceback holds the values of the program. When it frees them, no message may use them any more.
+                # The traceback holds the values of the program, and messages must not use them once it frees them.
                 self._join()
                 line = _line_of(error, self.program) if isinstance(error, Exception) else None
                 if line is not None:
@@ -60,7 +65,7 @@ class Executable:
         return outputs
 
     def _join(self) -> None:
-        """Let compute wait for all messages and copies in progress."""
+        """Make compute wait for all messages and copies in progress."""
         for module in self.program.modules():
             if isinstance(module, Start | HostCopy):
                 module.join()
@@ -73,7 +78,7 @@ def executable(
     groups: Sequence[EqnGroup] = (),
     device: torch.device | None = None,
 ) -> Executable:
-    """The program of this rank of `mesh`, ready to run eagerly; equations of a group are one call."""
+    """The program of this rank of `mesh`, ready to run eagerly. The equations of a group are one call."""
     code = to_fx(graph, mesh, donate=True, groups=groups, on_write=on_write, device=device)
     return bind(graph, code, on_write)
 
@@ -81,34 +86,34 @@ def executable(
 def bind(
     graph: Graph, program: fx.GraphModule, on_write: Callable[[], None] | None = None
 ) -> Executable:
-    """An FX module that `to_fx` made of `graph`, ready to run."""
+    """The FX module that `to_fx` has made from `graph`, ready to run."""
     return Executable(program, graph.num_state, on_write, aliased_outputs(graph))
 
 
 def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     """The positions of the outputs, other than the state, that share memory with an argument or a constant.
 
-    Later steps write over the state, and read the constants again. The caller may write over a batch. Donated
+    Later steps write over the state and read the constants again, and the caller may write over a batch. Donated
     inputs, such as sums over micro-batches, may be returned without a copy.
     """
     owner = donation(graph).owner
-    given_away = {v for v, _ in graph.donated}
-    lasting = set()
+    donated_inputs = {v for v, _ in graph.donated}
+    reused_owners = set()
     for v in (*graph.inputs, *graph.outputs[: graph.num_state]):
-        if isinstance(v, Var) and v not in given_away:
-            lasting.add(owner[v])
+        if isinstance(v, Var) and v not in donated_inputs:
+            reused_owners.add(owner[v])
     for eqn in graph.eqns:
         if is_constant(eqn):
-            lasting.add(owner[eqn.out])
-    aliased = []
+            reused_owners.add(owner[eqn.out])
+    positions = []
     for i, v in enumerate(graph.outputs):
-        if i >= graph.num_state and isinstance(v, Var) and owner[v] in lasting:
-            aliased.append(i)
-    return tuple(aliased)
+        if i >= graph.num_state and isinstance(v, Var) and owner[v] in reused_owners:
+            positions.append(i)
+    return tuple(positions)
 
 
 def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
-    """The user's line of the operation that has failed in generated code, if it is known."""
+    """The user's line of the operation that failed in generated code; None if it is unknown."""
     code = type(program).forward.__code__
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code is not code:
@@ -116,7 +121,7 @@ def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
     lines = program.code.splitlines()
     if traceback is None or traceback.tb_lineno > len(lines):
         return None
-    # A line of the code assigns the value of the node that has its name.
+    # Each line of the code assigns to the name of its node.
     name = lines[traceback.tb_lineno - 1].partition("=")[0].strip()
     for node in program.graph.nodes:
         if node.name == name and "eqn" in node.meta:
@@ -125,8 +130,9 @@ def _line_of(error: Exception, program: fx.GraphModule) -> Source | None:
 
 
 def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
-    """Put each new state into the storage of the old one, where the program did not do so already."""
-    if all(map(operator.is_, state, outputs)):  # as in most steps
+    """Copy each new leaf of the state into the storage of the old one, unless the program has written it there."""
+    # In most steps it has written all of them, and this check runs in C.
+    if all(map(operator.is_, state, outputs)):
         return
     new_values = {}
     for i, old in enumerate(state):
@@ -135,7 +141,7 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
             continue
         if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
             new_values[i] = new
-    # A new value may lie in a storage of the state, which is written before the value is read.
+    # A new value may share a storage of the state, which could be overwritten before the value is copied.
     storages = {x.untyped_storage().data_ptr() for x in state if x.numel()}
     for i, new in new_values.items():
         if new.numel() and new.untyped_storage().data_ptr() in storages:
@@ -147,19 +153,23 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StepExecutable:
-    """A step of one rank as a function from flat inputs to flat outputs, which runs its micro-batches in turn.
+    """A step of one rank as a function from flat inputs to flat outputs that runs its micro-batches in turn.
 
-    `last_as_run` is the program of the last micro-batch in the order in which it runs. It is `graph` if there is one.
+    Attributes:
+        graph: the whole step; with one micro-batch, in the order in which it runs.
+        programs: the programs of the micro-batches.
+        runs: the executable of each different program.
+        last_as_run: the program of the last micro-batch in the order in which it runs.
     """
 
     graph: Graph
     programs: MicroBatchPrograms
-    runs: Mapping[Graph, Executable]  # for each different program
+    runs: Mapping[Graph, Executable]
     last_as_run: Graph
 
     @property
     def last(self) -> Executable:
-        """What runs the last micro-batch."""
+        """The executable of the last micro-batch."""
         return self.runs[self.programs.last]
 
     @property
@@ -171,7 +181,7 @@ class StepExecutable:
         return self.last(self.before_last(inputs))
 
     def before_last(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run all micro-batches but the last. Returns the inputs of the last."""
+        """Run all micro-batches but the last, and return the inputs of the last."""
         if self.graph.micro == 1:
             return inputs
         carry = Carry(self.graph, self.programs, inputs)
@@ -186,13 +196,14 @@ def step_executable(
     inputs: Sequence[torch.Tensor],
     compile_program: Callable[[Graph, Sequence[torch.Tensor]], tuple[Graph, Executable]],
 ) -> StepExecutable:
-    """What runs the micro-batches of a program.
+    """The executable of a program and its micro-batches.
 
     Args:
         graph: the program.
         mesh: the mesh that it runs on.
         inputs: its flat inputs on this rank, or others like them.
-        compile_program: returns a program in the order in which it runs, and what runs it, for inputs like those given.
+        compile_program: compiles a program for example inputs. Returns the program in the order in which it runs, and
+            its executable.
     """
     programs = micro_batch_programs(graph)
     runs: dict[Graph, Executable] = {}
@@ -212,7 +223,7 @@ def _example(
     mesh: DeviceMesh | None,
     inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Inputs of one of the parts like those that it will get, given inputs of the whole program."""
+    """Example inputs of `part`, the program of a micro-batch, made from inputs of the whole program."""
     rank = coordinates(part, mesh)
     device = device_of(inputs) or torch.device("cpu")
     example = list(Carry(graph, programs, inputs).inputs())

@@ -1,17 +1,18 @@
 """The process groups that ztrans makes for a mesh: one for each axis and purpose, in addition to the mesh's own.
 
-Gathers and reductions have a group each, so neither queues behind the other. On GPUs of several hosts, hierarchical
-reductions have another one for the first level. In one more group the ranks compare what they are about to do (see
-`agreement`). All have the time-out and the tuning of the user's group. Only torch's registry owns the groups, so
-`destroy_process_group` ends them together with those of the mesh.
+Gathers and reductions have a group each, so they do not queue behind each other. On GPUs of several hosts, hierarchical
+reductions have another group for the first level. In one more group the ranks compare their calls (see `agreement`).
+All groups have the time-out and the tuning of the user's group. Only torch's registry owns them, so
+`destroy_process_group` ends them together with the mesh's groups.
 
 When a step fails on one rank, that rank closes its groups: the other ranks lose their connections to it, and stop
-waiting at once. On CPUs the next step makes new groups. So no message of it can meet one of the failed step, which some
-ranks have sent and others have not. Checkpoints have a group that no failed step closes, because a save may run beside
-steps. No step uses the mesh's own groups, which nobody may close. On GPUs all ranks end instead (see `watch`).
+waiting at once. On CPUs the next step makes new groups, so its messages cannot meet messages of the failed step that
+only some ranks have sent. Checkpoints have a group that failed steps do not close, because a save may run in parallel
+to steps. Steps do not use the mesh's own groups, which must stay open. On GPUs all ranks end instead (see `watch`).
 
-`ProcessGroups` has these groups, and all else that the steps of a mesh share: the lock of the thread that runs them,
-the answer that is still to be read, carried gathers, symmetric memory, the steps in flight, and the store for notes.
+`ProcessGroups` holds these groups and everything else that the steps of a mesh share: the lock of the thread that runs
+them, the pending answer of a comparison, carried gathers, symmetric memory, the steps in flight, and the store for
+notes.
 
 The options of a group are in private attributes of torch; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -61,7 +62,7 @@ Axis = str | None  # an axis of the mesh or a joint one; None is the whole mesh
 
 
 class LostRank(RuntimeError):
-    """Another rank of the mesh has ended, or has not answered within the time-out; `reason` says why, if that is known.
+    """Another rank of the mesh has ended, or has not answered within the time-out. `reason` says why, if it is known.
 
     A state that the failing step leaves half updated is marked with the reason.
     """
@@ -84,12 +85,12 @@ class Channel:
 
     Attributes:
         axis: the axis along which the ranks lie.
-        purpose: what the messages are for, such as gathers.
-        hosts: on which hosts the ranks are.
+        purpose: the use of the messages, such as gathers.
+        hosts: the hosts of the ranks.
         tags: numbers for the exchanges, equal on all ranks.
         futures: the collectives that were started on it.
-        first_levels: messages whose second level has not begun.
-        is_broken: whether messages on it were given up, which other ranks may have sent.
+        first_levels: the messages whose second level has not begun.
+        is_broken: whether this rank has abandoned messages on it that other ranks may have sent.
     """
 
     axis: Axis
@@ -130,11 +131,11 @@ class Channel:
     ) -> list[dist.Work]:
         """Send `pieces[k]` to rank `ranks[k]`, and receive `into[k]` from it, unless it is this rank.
 
-        `ranks` are all ranks of the group by default. The tensors are contiguous and on the CPU. They are sent and
+        By default `ranks` are all ranks of the group. The tensors are contiguous and on the CPU. They are sent and
         received in place, without copies.
 
         Returns: the receives, then the sends. Wait in this order: when a connection ends, gloo wakes the waits for
-            messages that have not begun, but not those for messages that are in part sent or received (torch 2.13).
+            messages that have not begun, but not for messages that are partly sent or received (torch 2.13).
         """
         group = self.group
         if ranks is None:
@@ -142,7 +143,7 @@ class Channel:
         if tag is None:
             tag = next(self.tags)
         mine = ranks.index(group.rank())
-        # Each rank begins with the rank after it, so that no rank gets the messages of all others at once.
+        # Each rank begins with the next rank, so that no rank gets the messages of all others at once.
         peers = [(mine + step) % len(ranks) for step in range(1, len(ranks))]
         works: list[dist.Work] = []
         try:
@@ -157,7 +158,7 @@ class Channel:
         return works
 
     def advance(self) -> None:
-        """Begin the second level of all messages in progress, as soon as their first level is done."""
+        """Begin the second level of every message in progress as soon as its first level is done."""
         messages = self.first_levels
         self.first_levels = []
         for message in messages:
@@ -165,10 +166,10 @@ class Channel:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn errors of the connection to other ranks into `LostRank`. Only calls of the backend belong inside.
+        """Turn errors of the connection to other ranks into `LostRank`. Use it only around calls of the backend.
 
-        NCCL and the store raise torch's DistError, and gloo plain RuntimeErrors. Errors of other classes, such as one
-        about memory, are of this rank. So is one of NCCL about memory of the GPU.
+        NCCL and the store raise torch's DistError, and gloo plain RuntimeErrors. Errors of other classes, such as
+        torch.OutOfMemoryError, are this rank's own, and so are NCCL's errors about memory of the GPU.
         """
         try:
             yield
@@ -188,14 +189,14 @@ class Channel:
     def open(self, group: dist.ProcessGroup) -> None:
         """Use this group from now on."""
         self._group = weakref.ref(group)
-        # Far more tags than messages that are under way at once.
+        # Far more tags than messages in progress at one time.
         self.tags = itertools.cycle(range(1 << 20))
         self.is_broken = False
 
     def close(self) -> None:
-        """End the group, and with it the connections to the other ranks. NCCL would wait, so its groups stay."""
+        """End the group and its connections to the other ranks. Groups of NCCL stay, because ending them would wait."""
         for future in list(self.futures):
-            future.drop()  # a message in progress would keep its connection open
+            future.drop()  # a reference to a message in progress would keep its connection open
         self.first_levels.clear()
         group = self.live_group()
         self._group = None
@@ -206,22 +207,22 @@ class Channel:
 
 
 class ProcessGroups:
-    """What the steps of one mesh share. Its channels are opened in the same order on all ranks.
+    """The state that the steps of one mesh share. Its channels open in the same order on all ranks.
 
     Attributes:
         ranks: the ranks of the mesh.
-        is_alone: whether no other rank exists: a mesh of one, or one whose other ranks are fake.
+        is_alone: whether the mesh has no other real rank: it has one rank, or its other ranks are fake.
         lock: held by the thread that runs a step (see `failure.one_thread`).
-        launches_first: whether the ranks launch a step before they read the answer of a comparison: on GPUs.
-        pending: a comparison whose answer has not been read yet (see `agreement`).
-        sent_records: the sends of the last comparison, which nothing waits for; they live until the next one.
-        carried: gathers that the last step has started for the next one (see `carried`).
+        launches_first: whether ranks launch a step before they read the answer of a comparison, as on GPUs.
+        pending: the comparison whose answer has not been read yet (see `agreement`); None if there is none.
+        sent_records: the sends of the last comparison, kept alive until the next one because nothing waits for them.
+        carried: the gathers that the last step has started for the next one (see `carried`).
         saves: the channel of checkpoints, which a failed step does not close; `reopen` opens it.
         symmetric: the symmetric memory of the mesh, if its devices have any.
-        epoch: how often closed channels were reopened.
+        epoch: the number of times that closed channels were reopened.
         has_compared_versions: whether the ranks know that they run the same versions.
-        stop_requested: whether a rank has been asked to stop, as all ranks know.
-        in_step: the id of the thread that runs a step on which the ranks have agreed, or 0.
+        stop_requested: whether all ranks know that one of them has been asked to stop.
+        in_step: the id of the thread that runs a step on which the ranks have agreed; 0 between steps.
         in_flight: the steps that a GPU runs.
         watcher: on several GPUs, the connection to the process that ends this one if another rank is lost.
     """
@@ -262,7 +263,7 @@ class ProcessGroups:
 
     @property
     def is_closed(self) -> bool:
-        """Whether a failed step has closed the channels, and none has opened them again."""
+        """Whether a failed step has closed the channels, and no call has reopened them."""
         return any(channel.is_closed for channel in self._channels.values())
 
     @property
@@ -273,11 +274,11 @@ class ProcessGroups:
     def channel(self, axis: Axis, purpose: str) -> Channel:
         """The channel along a mesh axis for one purpose. All ranks of the mesh must call this together.
 
-        Raises: LostRank if it is new, and a rank does not come.
+        Raises: LostRank if it is new and a rank does not join.
         """
         key = axis, purpose
         if key not in self._channels:
-            # If it does not open, it counts as closed, so that all ranks open the same ones in the next call.
+            # Add it first: if it does not open, it counts as closed, and all ranks open the same ones in the next call.
             self._channels[key] = Channel(axis, purpose)
             self._run_uninterrupted(lambda: self._open(self._channels[key]))
         return self._channels[key]
@@ -306,7 +307,7 @@ class ProcessGroups:
         self._run_uninterrupted(reopen)
 
     def check_goes_on(self) -> None:
-        """Raises: RuntimeError if this rank of a mesh of GPUs has failed: the other ranks end then."""
+        """Raises: RuntimeError if this rank of a mesh of GPUs has failed, because the other ranks are ending."""
         if self.watcher is not None and self.watcher.failure:
             raise RuntimeError(
                 f"ztrans: rank {dist.get_rank()} {self.watcher.failure}. On GPUs all ranks end together, so the others "
@@ -316,7 +317,7 @@ class ProcessGroups:
             )
 
     def reopen(self, channel: Channel) -> None:
-        """Open a channel, so that no message on it meets one from before. All ranks must call it, within the time-out.
+        """Close a channel and open it again, without its earlier messages. All ranks must call it, within the time-out.
 
         Raises: LostRank if a rank does not.
         """
@@ -347,24 +348,24 @@ class ProcessGroups:
         """
         pending = self.pending
         self.pending = None
-        # The answer of a mesh that has been destroyed does not come.
+        # If the process groups have been destroyed, no answer arrives.
         if pending is not None and self.channel(None, "ranks").live_group() is not None:
             pending.read(self)
 
     def drop_carried(self) -> None:
-        """Let the gathers end that the last step has started: their messages are under way, and need their buffers."""
+        """Wait for the carried gathers, whose messages still use their buffers, and drop the results."""
         carried = self.carried
         self.carried = None
         if carried is not None:
             carried.wait()
 
     def forget_carried(self) -> None:
-        """Let no step use what the last one has started. The next step drops it."""
+        """Forbid the use of the carried gathers. The next step drops them."""
         if self.carried is not None:
             self.carried = dataclasses.replace(self.carried, leaves=None)
 
     def from_all(self, value: T) -> list[T]:
-        """The values that the ranks of the mesh pass, in its order. All of them must call this together.
+        """The values that the ranks of the mesh pass, in its order. All ranks must call it together.
 
         Raises: LostRank if a rank has ended or does not answer.
         """
@@ -376,7 +377,7 @@ class ProcessGroups:
         return values
 
     def from_first(self, value: T) -> T:
-        """The value that the first rank of the mesh passes. All of them must call this together.
+        """The value that the first rank of the mesh passes. All ranks must call it together.
 
         Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
         """
@@ -394,16 +395,16 @@ class ProcessGroups:
         return math.inf if timeout is None else timeout.total_seconds()
 
     def store(self) -> dist.Store:
-        """A key-value store that any rank of the mesh can write and read at any time."""
+        """A key-value store that every rank of the mesh can read and write at any time."""
         return dist.PrefixStore(f"{self._key}/{self.epoch}", self._root_store())
 
     @functools.cached_property
     def _host_names(self) -> dict[int, tuple[str, ...]]:
-        """The host of every rank of the mesh. All ranks must ask for them together."""
+        """The host of every rank of the mesh. All ranks must compute it together."""
         return dict(self.from_all((dist.get_rank(), host_name())))
 
     def error_of_kernels(self) -> str:
-        """The error of a kernel of this rank that has waited in vain for another rank; empty if there is none."""
+        """The error of a kernel of this rank whose wait for another rank has failed; empty if there is none."""
         return self.symmetric.error() if self.symmetric is not None else ""
 
     @property
@@ -418,13 +419,13 @@ class ProcessGroups:
         return self._base(next(iter(self._bases))).get_group_store()
 
     def _watcher(self) -> Watcher:
-        """Start the process that watches over this rank. Ranks need not call it together, but equally often for a mesh.
+        """Start the process that watches this rank. For one mesh, all ranks must call it equally often.
 
         Raises: ValueError if no other process can read the store of the mesh.
         """
         store = self._root_store()
         rank = dist.get_rank()
-        # A mesh of the same ranks may have been destroyed, and its keys may still be there.
+        # The store may still have the keys of an earlier mesh of the same ranks, so each watcher has its own keys.
         times = store.add(f"{self._key}/watched/{rank}", 1)
         place = Place(store, f"{self._key}/{times}", rank, len(self.ranks), self.timeout)
         mesh = weakref.ref(self)
@@ -445,9 +446,9 @@ class ProcessGroups:
         return _alive(self._bases[members(axis)[0]])
 
     def _open(self, channel: Channel) -> None:
-        """Open a channel. Along an axis, it learns on which hosts its ranks are when it is first opened.
+        """Open a channel. The first time, a channel along an axis learns the hosts of its ranks.
 
-        Raises: LostRank if a rank does not come.
+        Raises: LostRank if a rank does not join.
         """
         axes = tuple(self._bases)
         base = self._base(channel.axis or axes[0])
@@ -456,7 +457,7 @@ class ProcessGroups:
         )
         with channel.errors():
             self._make_group(channel, groups, base)
-        # A new channel has `ONE_HOST`, the host of a single rank.
+        # A new channel has `ONE_HOST`, which counts a single rank.
         knows_hosts = channel.axis is None or channel.group.size() == channel.hosts.ranks
         if not knows_hosts and not self.is_alone:
             hosts = []
@@ -470,12 +471,12 @@ class ProcessGroups:
                 connect(channel.group, channel.purpose, count)
 
     def _run_uninterrupted(self, run: Callable[[], object]) -> None:
-        """Run a function that opens groups. An interrupt that arrives meanwhile is raised after it.
+        """Run a function that opens groups. An interrupt that arrives meanwhile is raised afterwards.
 
-        Torch names groups by their number. If only some ranks made a group, later groups of one name would never meet.
-        Signal handlers raise in the main thread only, so the function runs in another one.
+        Torch names groups by a count. If an interrupt made only some ranks count a group, the same later group would
+        have different names. Signal handlers raise only in the main thread, so the function runs in another one.
         """
-        # Each thread has a current GPU of its own.
+        # Each thread has its own current GPU.
         device = None if self._device_type == "cpu" else torch.accelerator.current_device_index()
 
         def run_on_device() -> None:
@@ -486,11 +487,10 @@ class ProcessGroups:
             executor.submit(run_on_device).result()
 
     def _skip_names(self, count: int) -> None:
-        """Keep torch from giving the next groups the names of those that were closed.
+        """Use up the names of closed groups, so that torch does not give them to the next groups.
 
-        The store still has the addresses of the old ones under these names, and a rank could connect to them. Torch
-        names groups of a part of the world by their number. So this makes `count` groups of this rank alone, which
-        stay, to use up the numbers.
+        The store still has the addresses of the closed groups under these names, and a rank could connect to them.
+        Torch names groups of a part of the world by a count. So this makes `count` permanent groups of this rank alone.
         """
         if not self._is_world:
             for _ in range(count):
@@ -503,16 +503,16 @@ class ProcessGroups:
     def _make_group(
         self, channel: Channel, groups: list[list[int]], base: dist.ProcessGroup
     ) -> None:
-        """Make a process group for the row of `groups` that has this rank, like the group `base` of the mesh."""
+        """Make a process group for the row of `groups` that has this rank, like the mesh's own group `base`."""
         timeout = _timeout(base)
-        # On the whole mesh ranks compare what they do, and save: the host waits for that, also on GPUs. A group of the
-        # user's may have a backend for each kind of device. That of a channel has one, which its name says.
+        # The host waits for messages of the whole mesh, comparisons and saves, so these use gloo even on GPUs. A user's
+        # group may have a backend for each kind of device, while the group of a channel has one.
         is_whole = channel.axis is None
         backend = "gloo" if is_whole else backend_of(base, self._device_type)
         options = None if is_whole else _tuning(base, timeout)
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
-        # between them (pytorch#189073). So all ranks make the groups of all rows. They cannot if the world has ranks
-        # that are not in this mesh, because these do not take part.
+        # between them (pytorch#189073). So all ranks make the groups of all rows, unless the world has ranks outside of
+        # this mesh, which do not take part.
         mine = next(row for row in groups if dist.get_rank() in row)
         for row in groups if self._is_world else [mine]:
             group = dist.new_group(
@@ -527,14 +527,14 @@ class ProcessGroups:
                 channel.open(group)
 
 
-# By the first group of a mesh: the process groups of the meshes that have it, by their ranks, axes and sizes.
+# The first group of a mesh -> the (ranks, axes, sizes) of each mesh with this group -> its process groups.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, ProcessGroups]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def process_groups(mesh: DeviceMesh) -> ProcessGroups:
-    """The process groups of a mesh, which live as long as the mesh's own group does.
+    """The process groups of a mesh, which live as long as the mesh's own group.
 
     Raises: RuntimeError if the mesh's own group has been destroyed, or NCCL cannot make groups for the mesh.
     """
@@ -554,8 +554,8 @@ def process_groups(mesh: DeviceMesh) -> ProcessGroups:
 def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
     """Check that the ranks of a mesh can make NCCL groups without the other ranks of the world.
 
-    Raises: RuntimeError if they would wait for these forever. In a world with a `device_id`, torch splits each new
-        communicator from that of the world, which all of its ranks must do together.
+    Raises: RuntimeError if they would wait for the other ranks forever. In a world with a `device_id`, torch splits
+        each new communicator from the world's communicator, and all ranks of the world must do that together.
     """
     world = dist.group.WORLD
     is_split = world is not None and world.bound_device_id is not None and _is_nccl(base)
@@ -569,20 +569,17 @@ def _check_splits(ranks: Sequence[int], base: dist.ProcessGroup) -> None:
 
 
 def ends_together(device_type: str) -> bool:
-    """Whether all ranks of a mesh of such devices end if one is lost: on GPUs."""
+    """Whether all ranks of a mesh of such devices end if one is lost, as on GPUs."""
     return device_type != "cpu"
 
 
 def all_process_groups() -> list[ProcessGroups]:
     """The process groups of all meshes of this process."""
-    every: list[ProcessGroups] = []
-    for by_mesh in _groups.values():
-        every += by_mesh.values()
-    return every
+    return [groups for by_mesh in _groups.values() for groups in by_mesh.values()]
 
 
 def host_name() -> tuple[str, ...]:
-    """A name of this host, which no other host has; each network namespace of a machine counts as a host."""
+    """A unique name of this host. Each network namespace of a machine counts as a host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = "/proc/self/ns/net"
     return (
@@ -593,9 +590,9 @@ def host_name() -> tuple[str, ...]:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """The backend that carries the messages of a group between devices of one kind.
+    """The backend for messages of a group between devices of one kind.
 
-    None if it has none for them, or has been destroyed.
+    None if the group has no such backend, or has been destroyed.
     """
     try:
         config = dist.get_backend_config(group)
@@ -606,12 +603,12 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def _is_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether NCCL carries the messages of a group between GPUs. The group may have been closed or destroyed."""
+    """Whether NCCL sends the messages of a group between GPUs. The group may have been closed or destroyed."""
     return group is not None and backend_of(group, "cuda") == "nccl"
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGroup:
-    """The process group of a reference.
+    """The process group that a reference points to.
 
     Raises: RuntimeError if it has been destroyed.
     """
@@ -622,7 +619,7 @@ def _alive(reference: weakref.ref[dist.ProcessGroup] | None) -> dist.ProcessGrou
 
 
 def _world() -> dist.ProcessGroup:
-    """The default process group, which a mesh of devices has made if the user has not."""
+    """The default process group. If the user has not made it, the mesh of devices has."""
     world = dist.group.WORLD
     if world is None:
         raise _destroyed()
@@ -637,28 +634,28 @@ def _destroyed() -> RuntimeError:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The shorter of the time-outs of a group and of the world, or None if the backend has none."""
+    """The shortest time-out of a group and of the world; None if their backends have none."""
     timeouts = []
-    for each in (group, dist.group.WORLD):
-        if each is None:
+    for candidate in (group, dist.group.WORLD):
+        if candidate is None:
             continue
-        for device in each._device_types:
+        for device in candidate._device_types:
             with contextlib.suppress(AttributeError, RuntimeError):
-                timeouts.append(each._get_backend(device).options._timeout)
+                timeouts.append(candidate._get_backend(device).options._timeout)
     return min(timeouts, default=None)
 
 
 def _tuning(group: dist.ProcessGroup, timeout: timedelta | None) -> Any:
-    """New options of NCCL with what the user has tuned in a group, such as its number of blocks.
+    """New options of NCCL with the user's tuning of a group, such as its number of blocks.
 
-    The rest of a group's options is about that group alone. None for other backends, which cannot be tuned.
+    The other options of a group concern that group alone. None for other backends, which cannot be tuned.
     """
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)
         if hasattr(options, "config"):
-            tuned: Any = type(options)()
-            tuned.config = options.config
-            tuned.is_high_priority_stream = options.is_high_priority_stream
-            tuned._timeout = timeout
-            return tuned
+            new_options: Any = type(options)()
+            new_options.config = options.config
+            new_options.is_high_priority_stream = options.is_high_priority_stream
+            new_options._timeout = timeout
+            return new_options
     return None
