@@ -421,13 +421,13 @@ class Compiled(Printed):
         try:
             yield
         except Exception as error:
-            groups = self._groups
-            if groups is not None and self._is_captured:
+            mesh = self._mesh
+            if mesh is not None and self._is_captured:
                 # The others have launched a replay, which ranks do not compare, so only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
-                quit_with_note(groups, text)
-            elif groups is not None:
-                say_failure(groups, self.lowered.graph.name, error)
+                quit_with_note(process_groups(mesh), text)
+            elif mesh is not None:
+                say_failure(mesh, self.lowered.graph.name, error)
             raise
 
     @property
@@ -716,7 +716,7 @@ def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
         # A PlanError or HostIsFull.
         problem = str(error)
     except Exception as error:
-        say_failure(process_groups(mesh), name, error)
+        say_failure(mesh, name, error)
         raise
     agree_on_plan(name, mesh, problem)
     return lowered

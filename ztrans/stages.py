@@ -132,8 +132,7 @@ def _with_carried_gathers(graph: Graph, plan: Plan) -> Graph:
 def _through(graph: Graph, history: History, steps: Iterable[Pass]) -> tuple[Graph, History]:
     """The program after some passes. The history gets a stage for each pass that changes the program."""
     for name, rewrite in steps:
-        with stage(graph.name, name, logging.DEBUG):
-            after = rewrite(graph)
+        after = rewrite(graph)
         if after.eqns != graph.eqns:
             history = (*history, (name, after))
         graph = after

@@ -436,7 +436,7 @@ class Step(Generic[P, R]):
             return self._program(call, signature)
         except Exception as error:
             if isinstance(self.mesh, DeviceMesh):
-                say_failure(process_groups(self.mesh), self.__name__, error)
+                say_failure(self.mesh, self.__name__, error)
             raise
 
     def _program(self, call: BoundCall, signature: Signature) -> Compiled:

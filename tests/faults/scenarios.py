@@ -290,10 +290,12 @@ def late() -> None:
     agree_on_call(mesh, "a call that opens the connections")
     if RANK:
         time.sleep(3)
-    ask = functools.partial(agree, mesh, "a step", 0, lambda values: "", lambda cause: None)
+    ask = functools.partial(
+        agree, process_groups(mesh), "a step", 0, lambda values: "", lambda cause: None
+    )
     report("asked", **failed(ask))
     process_groups(mesh).settle()
-    compiled.launches_first = lambda mesh: True
+    process_groups(mesh).launches_first = True
     sized = transformed(mesh, 3, step=sized_step)
     first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}
     seen = sized.shard(first)
@@ -500,7 +502,7 @@ def has_no_program() -> None:
     report("batch", **failed(lambda: step(state, wrong, y)))
     report("goes on too", **failed(lambda: step(state, x, y)))
     report("everywhere", **failed(lambda: step(state, x[:, 1:], y)))
-    compiled.launches_first = lambda mesh: True
+    process_groups(mesh).launches_first = True
     report("launched", **failed(lambda: step(state, wrong, y)))
 
 
@@ -728,9 +730,9 @@ class Done:
 def as_on_gpus() -> None:
     """Rank 1 fails in a step that the host of rank 0 launches; then it calls the step again."""
     process_groups_of_a_mesh.ends_together = lambda device_type: True
-    compiled.launches_first = lambda mesh: True
     torch.Event = Done
     mesh = start()
+    process_groups(mesh).launches_first = True
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     state, _ = step(state, *batch(0, RANK))

@@ -304,9 +304,7 @@ def test_where_is_a_pattern_or_a_function():
 
 def test_a_cuda_graph_is_refused():
     low = lower("m", STATE, momentum)
-    with pytest.raises(
-        ValueError, match=r"copies m between the GPU and its host, as zt\.offload says"
-    ):
+    with pytest.raises(ValueError, match=r"and zt\.offload copies m between them in this step"):
         low.compile(cuda_graph=True)
 
 

@@ -119,7 +119,7 @@ class Failure(NamedTuple):
         return f"failed in {self.call} with {self.reason.splitlines()[0]}"
 
 
-def say_failure(groups: ProcessGroups, name: str, error: Exception) -> None:
+def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
     """Tell the other ranks that this one has no program for a step, and why.
 
     They raise an error before they send anything. If they have launched the step, as on GPUs, this rank quits the mesh.
@@ -127,7 +127,8 @@ def say_failure(groups: ProcessGroups, name: str, error: Exception) -> None:
     failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
     # The caller raises this rank's own error, which says more.
     with contextlib.suppress(RuntimeError):
-        agree(groups, f"{step_of(name)}, without a program", failure, lambda by_rank: "")
+        call = f"{step_of(name)}, without a program"
+        agree(process_groups(mesh), call, failure, lambda by_rank: "")
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
