@@ -12,7 +12,7 @@ from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_start, wait
 from ztrans.ir.collectives import SHARD as SHARD_OP
 from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
-from ztrans.ir.marks import GRADIENT
+from ztrans.ir.marks import ACCUMULATE, GRADIENT
 from ztrans.ir.verifier import ProgramError, check_interface
 
 SHARD = zt.shard_params(zt.AbstractMesh(dp=4))
@@ -141,6 +141,13 @@ CUT = Var("s", torch.float32, (8, 4), (Split("dp"),))
 GRAD = {"provenance": Provenance("grad", ("w",), "dp")}
 
 
+def test_what_is_carried_is_started_by_the_step():
+    future = Var("w'", torch.float32, (8, 4), future=True)
+    graph = zt.ir.Graph("f", (future,), (), (future,), 0, mesh=(("dp", 4),), carried=1)
+    with pytest.raises(ProgramError, match="is carried but is not a gather of the new state"):
+        zt.ir.check(graph)
+
+
 def one(eqn: Eqn) -> zt.ir.Graph:
     """The program of one equation, and of the waits for what it starts."""
     waits = tuple(wait(v) for v in eqn.results if v.future)
@@ -182,6 +189,9 @@ BF16 = {"dtype": torch.bfloat16}
     (Eqn(SHARD_OP, (W, 0), (WHOLE,), {"axis": "dp"}), "w: f32[8,4] gives f32[8@dp,4], not y: f32[8,4]"),
     (Eqn(SHARD_OP, (CUT, 0), (WHOLE,), {"axis": "dp"}), "s: f32[8@dp,4] is not whole over dp"),
     (Eqn(GRADIENT, (W, X), (I64,)), "a mark has the type of w: f32[8,4]"),
+    (Eqn(GRADIENT, (1.0, 2.0), (WHOLE,)), "a mark is of a value, not of a literal"),
+    (Eqn(ACCUMULATE, (W, WHOLE), (CUT,)), "a sum over micro-batches has another type than its terms"),
+    (reduced(TERMS, torch.float32, scatter=False).replace(kwargs={"op": "sum", "dtype": None, "axis": "gone"}), "no such mesh axis"),
 ])  # fmt: skip
 def test_the_types_of_results_follow_from_the_operands(eqn, problem):
     with pytest.raises(ProgramError) as error:

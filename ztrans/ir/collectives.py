@@ -127,7 +127,7 @@ class Start(Memberwise):
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         if eqn.provenance is None:
             return "a collective has no provenance"
-        if eqn.provenance.axis not in axes:
+        if eqn.provenance.axis not in axes or self.axis(eqn) not in axes:
             return "no such mesh axis"
         if len(eqn.outs) != len(eqn.ins):
             return "members and futures differ in number"

@@ -27,6 +27,8 @@ class Mark(Memberwise):
     """Rules of a mark whose result is a view of its first argument."""
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        if not eqn.ins:
+            return "a mark is of a value, not of a literal"
         value = eqn.ins[0]
         if len(eqn.outs) == 1 and value.is_like(eqn.out):
             return None
@@ -60,7 +62,7 @@ class Accumulate(Memberwise):
     over_all_micro_batches = True
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
-        if eqn.out.is_like(*eqn.ins):
+        if len(eqn.ins) == 1 and eqn.out.is_like(eqn.ins[0]):
             return None
         return "a sum over micro-batches has another type than its terms"
 

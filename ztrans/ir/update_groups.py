@@ -256,7 +256,7 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
 
     A scalar tensor that all equations share as an argument is passed once, if an operation accepts that.
 
-    Returns: The call, or None if PyTorch has no operation for it.
+    Returns: The call, or None if no operation over lists accepts the arguments.
 
     >>> x, y = Var("x", torch.float32, (2,)), Var("y", torch.float32, (3,))
     >>> list_call([Eqn(aten.add.Scalar, (v, 1), (v,)) for v in (x, y)], in_place=True)
@@ -268,7 +268,7 @@ def list_call(eqns: Sequence[Eqn], in_place: bool) -> ListCall | None:
     if in_place and not isinstance(first.args[0], Var):
         return None
     suffix = "_" if in_place else ""
-    packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{suffix}")
+    packet = getattr(aten, f"_foreach_{op_facts(first.op).name}{suffix}", None)
 
     # Only operations on a single tensor have `value` as a keyword; over lists it is the last argument.
     kwargs = dict(first.kwargs)

@@ -143,8 +143,8 @@ def _check_carried(graph: Graph) -> None:
     new_leaves = set(graph.outputs[: graph.num_state])
     makers = producers(graph.eqns) if graph.carried else {}
     for old, new in zip(graph.carried_inputs, graph.carried_outputs):
-        start = makers[new]
-        if not rules(start).moves or any(v not in new_leaves for v in start.ins):
+        start = makers.get(new)
+        if start is None or not rules(start).moves or any(v not in new_leaves for v in start.ins):
             raise ProgramError(f"{new} is carried but is not a gather of the new state")
         if not old.future or not old.is_like(new):
             raise ProgramError(f"the step before has started {old}, and this one starts {new}")
