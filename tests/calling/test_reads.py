@@ -6,6 +6,8 @@ import argparse
 import enum
 import functools
 import re
+import subprocess
+import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -545,6 +547,26 @@ def test_arguments_that_are_neither_tensors_nor_numbers_are_compared_by_equality
     frozen = dataclass(frozen=True)(type("Frozen", (), {"__annotations__": {"rate": "float"}}))
     for rate in (1.0, 1.0, 2.0):
         assert torch.equal(run(torch.zeros(1), X, frozen(rate))[1], X * rate)
+
+
+@pytest.mark.slow
+def test_code_without_a_file_reads_what_it_names():
+    """Code of `python -c` has the file of the methods that a dataclass generates, which read nothing."""
+    program = """
+import torch, ztrans as zt
+RATE = 2.0
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * RATE
+model = Scaled()
+run = zt.Step.of(lambda state, x: (state, model(x)))
+for RATE in (2.0, 3.0):
+    print(run(torch.zeros(1), torch.ones(1))[1].item())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["2.0", "3.0"]
 
 
 def test_the_error_names_the_line_that_reads_the_value(restored):

@@ -537,8 +537,9 @@ def _user_bases(owner: Any) -> list[type]:
 
 def _is_implied(f: types.FunctionType, method: str, owner: Any) -> bool:
     """Whether code may call a method without naming it."""
-    # Methods that a dataclass generates do not count.
-    if f.__code__.co_filename == "<string>":
+    # Methods that a dataclass generates do not count. Like code of `python -c` they have no file, but a function of
+    # this name makes them.
+    if f.__code__.co_qualname.startswith("__create_fn__."):
         return False
     if method == "forward":
         return isinstance(owner, nn.Module)
