@@ -433,6 +433,22 @@ def test_a_step_after_its_process_group_is_destroyed_is_refused():
         step(state, *batches(case, 1)[0])
 
 
+def test_a_step_that_has_run_is_refused_after_its_process_group_is_destroyed():
+    """Also after another process group has been made: the mesh, and the state on it, belong to the first one."""
+    mesh = zt.make_mesh("cpu", dp=1)
+    case = CASES["mlp_momentum"]
+    step = zt.shard_params(mesh)(case.step)
+    batch = batches(case, 1)[0]
+    state, _ = step(step.shard(case.state()), *batch)
+    torch.distributed.destroy_process_group()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match="the process group of this step's mesh has been destroyed"
+        ):
+            step(state, *batch)
+        zt.make_mesh("cpu", dp=1)
+
+
 def test_without_a_compiler_inductor_says_so():
     from torch._inductor import config
 

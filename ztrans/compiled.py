@@ -110,7 +110,7 @@ class LocalProgram(NamedTuple):
         if self.carrying is not None:
             self.carrying.step_ended(inputs)
         if self.half_weights is not None:
-            self.half_weights.note(inputs)
+            self.half_weights.step_ended(inputs)
 
 
 class Binding:
@@ -425,7 +425,8 @@ class Compiled(Printed):
             if mesh is not None and self._is_captured:
                 # The others have launched a replay, which ranks do not compare, so only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
-                quit_with_note(process_groups(mesh), text)
+                with contextlib.suppress(RuntimeError):  # the process groups have been destroyed
+                    quit_with_note(process_groups(mesh), text)
             elif mesh is not None:
                 say_failure(mesh, self.lowered.graph.name, error)
             raise

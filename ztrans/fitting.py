@@ -33,7 +33,7 @@ from .transforms.shard_params import ShardParams
 
 # Steps whose times differ by less than this share count as equally fast: two searches may differ by this much.
 EQUAL = 0.01
-# The numbers of micro-batches to try, each twice the one before.
+# How many numbers of micro-batches to try, each twice the one before.
 _TRIES = 3
 # The total equations of all tries: a step of 5,000 equations gets 30 tries, enough for every way to fit, and a step of
 # 50,000 gets 3, because each try takes long.
@@ -132,7 +132,10 @@ def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
 
 
 def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> ValueError:
-    """The error of the variant that needs the least device memory, among variants that fit on the host."""
+    """The error of the variant that needs the least device memory, among variants that fit on the host.
+
+    If none fits there, it is the first error.
+    """
     errors = [result for result in results if not isinstance(result, Trial)]
     too_large = [error for error in errors if isinstance(error, DoesNotFit)]
     if too_large:
@@ -315,7 +318,7 @@ def _tried(
             if error.least.peak < best.error.least.peak:
                 best = _Attempt(lines, variant, error, later_remedies)
         except ValueError:
-            # The transform refuses this step.
+            # The transform refuses this step, or the host has too little memory for it.
             continue
     return best if best is not attempt else None
 
@@ -400,7 +403,7 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
 
 
 def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    """The smallest number of micro-batches that may be enough, and its doubles."""
+    """The smallest number of micro-batches that may be enough, and its doublings."""
     if error.room <= 0:
         return
     # At best, n micro-batches divide the live bytes other than the state by n.

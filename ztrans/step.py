@@ -202,7 +202,7 @@ class ProgramCache:
         self._programs = OrderedDict(remaining)
 
     def changes(self, compiled: Compiled) -> tuple[str, ...]:
-        """How the signature of a new program differs from the signature of the last one that ran, in words."""
+        """How the signature of a new program differs from that of the newest program that has run, in words."""
         for signature, cached in reversed(self._programs.items()):
             if cached.compiled.is_bound:
                 return tuple(signature.changes(compiled.lowered.recording.signature))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -64,14 +63,23 @@ def sorted_by(key: Callable[[T], Any], needs: Mapping[T, Iterable[T]]) -> list[T
     >>> sorted_by(lambda n: n, {1: [3], 2: [], 3: [4], 4: []})
     [2, 4, 3, 1]
     """
-    sorter = TopologicalSorter(needs)
-    sorter.prepare()
-    available: list[tuple[Any, T]] = []
+    missing: dict[T, int] = {}  # how many of its needs are not in the order yet
+    followers: dict[T, list[T]] = {}
+    for x, needed_before in needs.items():
+        distinct = set(needed_before)
+        missing[x] = len(distinct)
+        for y in distinct:
+            followers.setdefault(y, []).append(x)
+    available = [(key(x), x) for x, count in missing.items() if count == 0]
+    heapq.heapify(available)
     order: list[T] = []
-    while sorter.is_active():
-        for x in sorter.get_ready():
-            heapq.heappush(available, (key(x), x))
+    while available:
         _, first = heapq.heappop(available)
-        sorter.done(first)
         order.append(first)
+        for x in followers.get(first, ()):
+            missing[x] -= 1
+            if missing[x] == 0:
+                heapq.heappush(available, (key(x), x))
+    if len(order) < len(needs):
+        raise ValueError("sorted_by: some keys need each other in a circle.")
     return order

@@ -61,7 +61,7 @@ class HalfWeights:
             if not parameters or not parameters[k].is_unchanged(inputs, position):
                 copy.copy_(inputs.tensors[position])
 
-    def note(self, inputs: Inputs) -> None:
+    def step_ended(self, inputs: Inputs) -> None:
         """Record that a step on these inputs has succeeded, and has written the copies."""
         self._parameters = [Snapshot.of(inputs, position) for position in self.positions]
 
