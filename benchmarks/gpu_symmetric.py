@@ -14,9 +14,9 @@ from ztrans.calling.call import BoundCall
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory, Times
-from ztrans.runtime.cuda.transport import SymmetricStart
+from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 from ztrans.runtime.executable import bind
-from ztrans.runtime.transport import reserve
+from ztrans.runtime.transports import StreamTransports, reserve
 
 STEPS = 3
 
@@ -62,8 +62,9 @@ def stepped(mesh: DeviceMesh, streams: Streams) -> int:
     step = zt.chain(sharded, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather())(train_step)
     mine = step.shard({k: w.clone() for k, w in state.items()})
     lowered = step.lower(mine, *(part[rank] for part in batches[0]))
-    reserve(mesh, [lowered.graph], streams)
-    run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, streams=streams))
+    transports = StreamTransports(streams)
+    reserve(mesh, [lowered.graph], transports)
+    run = bind(lowered.graph, to_fx(lowered.graph, mesh, True, transports=transports))
     for batch in batches:
         arguments = BoundCall(mine, tuple(part[rank] for part in batch))
         run(lowered.recording.local_inputs(arguments).tensors)

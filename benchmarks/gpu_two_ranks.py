@@ -441,10 +441,10 @@ def two_hosts(device: str) -> None:
     """Two ranks count as one host, so half precision is reduced hierarchically, which rounds the sums of hosts."""
     import torch
 
-    from ztrans.runtime import process_groups
+    from ztrans.runtime import session
 
     rank = int(os.environ["RANK"])
-    process_groups.host_name = lambda: (f"host {rank // 2}",)
+    session.host_name = lambda: (f"host {rank // 2}",)
     world = World(device)
     half = {"stage": 3, "autocast": True, "reduce_dtype": torch.bfloat16}
     compared(world, "hierarchical, stage 3", most=HALF_ROUNDING, **half)
@@ -497,7 +497,7 @@ def memory_of_nccl(device: str) -> None:
     """The memory of the GPU that is taken outside of PyTorch's allocator: by communicators, and by steps after that."""
     import torch
 
-    from ztrans.runtime.process_groups import process_groups
+    from ztrans.runtime.session import session_of
 
     def outside() -> float:
         if device == "cpu":
@@ -506,11 +506,11 @@ def memory_of_nccl(device: str) -> None:
         return (total - free - torch.cuda.memory_reserved()) / 2**20
 
     world = World(device)
-    groups = process_groups(world.mesh)
-    groups.channel(None, "ranks")
+    session = session_of(world.mesh)
+    session.channel(None, "ranks")
     for purpose in ("gathers", "reductions"):
         before = outside()
-        groups.channel("dp", purpose)
+        session.channel("dp", purpose)
         report(f"opening the communicator of {purpose}", "taken", MiB=round(outside() - before))
     before = outside()
     compared(world, "steps after that", stage=3)

@@ -36,6 +36,8 @@ ARROWS = {
     "runtime": {"ir", "calling"},
     "profiling": {"ir", "planning", "report", "runtime"},
 }
+# The modules of runtime that may import `runtime.cuda`. What they choose from knows nothing of them.
+CHOOSE_CUDA = {"runtime.transports"}
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
 TOP = ("running_order", "compiled", "fitting", "stages", "step", "testing", "__init__")
 
@@ -62,7 +64,7 @@ ATTRIBUTES = {
     "lift.gradients": {"_backward_hooks", "_post_accumulate_grad_hooks"},
     "lift.optimizer_state": {"_init_group"},
     "lift.scaler": {"_growth_tracker", "_lazy_init_scale_growth_tracker"},
-    "runtime.process_groups": {"_device_types", "_get_backend"},
+    "runtime.communicators": {"_device_types", "_get_backend", "_timeout"},
     "runtime.state": {"_local_tensor", "_spec"},
     "tracing.annotate": {"_sequence_nr"},
     "tracing.dtensors": {"_propagate_tensor_meta_non_cached"},
@@ -211,6 +213,21 @@ def test_imports_have_no_cycle():
     for name, target, inside, _ in edges():
         if not inside:
             graph.setdefault(name, set()).add(target)
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+
+
+def test_runtime_and_its_part_for_gpus_import_each_other_in_one_direction():
+    """What runs on CPUs does not depend on GPUs: one module of runtime chooses between the two."""
+    cuda = "runtime.cuda"
+    importers = set()
+    graph: dict[str, set[str]] = {}
+    for name, target, inside, _ in edges():
+        here, there = (cuda if x.startswith(cuda) else x for x in (name, target))
+        if not inside and here != there:
+            graph.setdefault(here, set()).add(there)
+            if there == cuda and package(here) == "runtime":
+                importers.add(here)
+    assert importers == CHOOSE_CUDA
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
 

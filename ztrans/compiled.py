@@ -37,8 +37,8 @@ from .running_order import fused_within_peak, with_grouped_updates
 from .runtime import stop
 from .runtime.agreement import agree, everywhere, say_failure, step_of
 from .runtime.carried import CarryingExecutable
-from .runtime.contract import Contract, agree_on_plan, agree_on_program
-from .runtime.cuda.connect import usable_bytes
+from .runtime.communicators import usable_bytes
+from .runtime.contract import Contract, agree_on_plan, agree_on_program, update_hash
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
@@ -48,21 +48,16 @@ from .runtime.failure import (
     check_launched,
     check_whole,
     ending_together,
-    marker,
     one_thread,
-    quit_if_cut_off,
-    quit_with_note,
-    quitting_after_loss,
     running,
     steps_of,
 )
 from .runtime.inductor import backend as inductor
 from .runtime.inductor.compiler import check_compiler
-from .runtime.process_groups import ProcessGroups, process_groups
+from .runtime.session import Session, leave_if_cut_off, session_of
 from .runtime.state import check_laid_out
-from .runtime.transport import reserve
-from .runtime.update_hash import update_hash
-from .runtime.watch import described, watched
+from .runtime.transports import reserve
+from .runtime.watch import described
 from .tracing.recording import Recording
 
 if TYPE_CHECKING:
@@ -88,7 +83,7 @@ class LocalProgram(NamedTuple):
     lowered: Lowered
     executable: StepExecutable
     writes: Writes
-    groups: ProcessGroups | None = None
+    groups: Session | None = None
     contract: Contract | None = None
     capture: Capture | None = None
     carrying: CarryingExecutable | None = None
@@ -208,7 +203,7 @@ class Compiled(Printed):
                 recording.check_fits(call)
             return self.run(call, surroundings)
         except BaseException as error:
-            quit_if_cut_off(self._mesh, step_of(self.lowered.graph.name), error)
+            leave_if_cut_off(self._mesh, step_of(self.lowered.graph.name), error)
             raise
 
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
@@ -295,8 +290,8 @@ class Compiled(Printed):
         """
         # The gathers belong to the mesh, so another program of it may have started them.
         if self._mesh is not None:
-            groups = process_groups(self._mesh)
-            with quitting_after_loss(groups, "close"):
+            groups = session_of(self._mesh)
+            with groups.leaving("close"):
                 groups.drop_carried()
         local_program = self.binding.local_program
         if local_program is None:
@@ -338,14 +333,14 @@ class Compiled(Printed):
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @property
-    def _groups(self) -> ProcessGroups | None:
+    def _groups(self) -> Session | None:
         """The process groups of the mesh; None without a mesh. A bound program holds them, which saves the lookup."""
         local_program = self.binding.local_program
         if local_program is not None:
             if local_program.groups is not None:
                 local_program.groups.check_exists()
             return local_program.groups
-        return process_groups(self._mesh) if self._mesh is not None else None
+        return session_of(self._mesh) if self._mesh is not None else None
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """The longest of each of these durations over all ranks."""
@@ -393,8 +388,7 @@ class Compiled(Printed):
             self.binding.local_program = local_program
 
             self._check_captured(local_program, local)
-            watcher = groups.watcher if groups is not None else None
-            with running(name, state, groups, local_program.writes), watched(watcher):
+            with running(name, state, groups, local_program.writes):
                 if groups is not None and not uses_carried:
                     groups.drop_carried()
                 if half_weights is not None:
@@ -426,7 +420,7 @@ class Compiled(Printed):
                 # The others have launched a replay, which ranks do not compare, so only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
                 with contextlib.suppress(RuntimeError):  # the process groups have been destroyed
-                    quit_with_note(process_groups(mesh), text)
+                    session_of(mesh).leave(text)
             elif mesh is not None:
                 say_failure(mesh, self.lowered.graph.name, error)
             raise
@@ -451,7 +445,7 @@ class Compiled(Printed):
 
     def _agree(
         self,
-        groups: ProcessGroups,
+        groups: Session,
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
@@ -475,7 +469,7 @@ class Compiled(Printed):
                 step_of(self.lowered.graph.name),
                 contract.terms(local, steps_of(state), uses_carried, numbers),
                 functools.partial(contract.explain, mesh),
-                marker(state) if launches else None,
+                launches,
             )
         # From here on, an error of any kind ends the step on all ranks.
         groups.in_step = threading.get_ident()
@@ -559,7 +553,7 @@ class Compiled(Printed):
         lowered: Lowered,
         local: Sequence[torch.Tensor],
         writes: Writes,
-        groups: ProcessGroups | None,
+        groups: Session | None,
     ) -> LocalProgram:
         mesh = self._mesh
         graph, half_weights = self._for_device(lowered.graph, local)

@@ -42,9 +42,9 @@ from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime import stop
 from .runtime.agreement import say_failure, step_of
-from .runtime.failure import check_ended, quit_if_cut_off
+from .runtime.failure import check_ended
 from .runtime.mesh import check_runs
-from .runtime.process_groups import process_groups
+from .runtime.session import leave_if_cut_off, session_of
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .tracing.errors import warn, warn_of_many_programs
@@ -314,8 +314,8 @@ class Step(Generic[P, R]):
         """
         if not isinstance(self.mesh, DeviceMesh):
             return stop.is_requested()
-        groups = process_groups(self.mesh)
-        return stop.is_requested() if groups.is_alone else groups.stop_requested
+        session = session_of(self.mesh)
+        return stop.is_requested() if session.is_alone else session.stop_requested
 
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
@@ -411,7 +411,7 @@ class Step(Generic[P, R]):
             compiled = self._cache.get(signature) or self._program_on_all_ranks(call, signature)
             return cast("R", compiled.run(call, surroundings))
         except BaseException as error:
-            quit_if_cut_off(self.mesh, step_of(self.__name__), error)
+            leave_if_cut_off(self.mesh, step_of(self.__name__), error)
             raise
 
     @ends_at_user

@@ -36,13 +36,13 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from ztrans import compiled, stages
 from ztrans.ir.collectives import ALL_GATHER, WAIT
-from ztrans.runtime import agreement, stop
-from ztrans.runtime import process_groups as process_groups_of_a_mesh
+from ztrans.runtime import agreement, session, stop
 from ztrans.runtime.agreement import agree, agree_on_call
+from ztrans.runtime.channels import Channel, LostRank
 from ztrans.runtime.checkpoints import load as load_module
 from ztrans.runtime.checkpoints.save import FolderWriter
 from ztrans.runtime.failure import check_whole
-from ztrans.runtime.process_groups import Channel, LostRank, process_groups
+from ztrans.runtime.session import session_of
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 TIMEOUT = datetime.timedelta(seconds=6)  # of the user's group
@@ -290,19 +290,16 @@ def late() -> None:
     agree_on_call(mesh, "a call that opens the connections")
     if RANK:
         time.sleep(3)
-    ask = functools.partial(
-        agree, process_groups(mesh), "a step", 0, lambda values: "", lambda cause: None
-    )
+    ask = functools.partial(agree, session_of(mesh), "a step", 0, lambda values: "", launches=True)
     report("asked", **failed(ask))
-    process_groups(mesh).settle()
-    process_groups(mesh).launches_first = True
+    session_of(mesh).settle()
+    session_of(mesh).launches_first = True
     sized = transformed(mesh, 3, step=sized_step)
     first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}
     seen = sized.shard(first)
     seen, _ = sized(seen, *batch(0, RANK, 4), 0.1)
     report("number", **failed(lambda: sized(seen, *batch(1, RANK, 4), 0.1 + RANK)))
     report("next", **failed(lambda: sized(seen, *batch(2, RANK, 4), 0.1)))
-    report("then", **failed(lambda: sized(seen, *batch(2, RANK, 4), 0.1)))
     seen = sized.shard(first)
     for k in range(3):
         seen, _ = sized(seen, *batch(k, RANK, 4), 0.1)
@@ -311,7 +308,7 @@ def late() -> None:
 
 def waits_apart() -> None:
     """Two hosts of two ranks. The ranks of a host wait for two gathers in different orders."""
-    process_groups_of_a_mesh.host_name = lambda: (f"host {RANK // 2}",)
+    session.host_name = lambda: (f"host {RANK // 2}",)
     mesh = start()
     step = zt.shard_params(mesh)(train_step)
     state = step.shard(first_state())
@@ -502,7 +499,7 @@ def has_no_program() -> None:
     report("batch", **failed(lambda: step(state, wrong, y)))
     report("goes on too", **failed(lambda: step(state, x, y)))
     report("everywhere", **failed(lambda: step(state, x[:, 1:], y)))
-    process_groups(mesh).launches_first = True
+    session_of(mesh).launches_first = True
     report("launched", **failed(lambda: step(state, wrong, y)))
 
 
@@ -686,9 +683,9 @@ def many_ranks() -> None:
     report("goes on", **failed(lambda: agree_on_call(mesh, "third")))
     if RANK == WORLD // 2:
         zt.request_stop()
-    before = process_groups(mesh).stop_requested
+    before = session_of(mesh).stop_requested
     agree_on_call(mesh, "fourth")
-    report("stops", before=before, after=process_groups(mesh).stop_requested)
+    report("stops", before=before, after=session_of(mesh).stop_requested)
 
 
 def stops() -> None:
@@ -713,7 +710,7 @@ def stops() -> None:
         taken.append(steps)
         dist.barrier()
         stop._requested.clear()  # the rounds stand for processes of their own
-        process_groups(mesh).stop_requested = False
+        session_of(mesh).stop_requested = False
     report("stops", taken=taken, called=len(called))
 
 
@@ -729,10 +726,10 @@ class Done:
 
 def as_on_gpus() -> None:
     """Rank 1 fails in a step that the host of rank 0 launches; then it calls the step again."""
-    process_groups_of_a_mesh.ends_together = lambda device_type: True
+    session.ends_together = lambda device_type: True
     torch.Event = Done
     mesh = start()
-    process_groups(mesh).launches_first = True
+    session_of(mesh).launches_first = True
     step = transformed(mesh, 3)
     state = step.shard(first_state())
     state, _ = step(state, *batch(0, RANK))
@@ -742,7 +739,7 @@ def as_on_gpus() -> None:
         report("then", **failed(lambda: step(state, *batch(1, RANK))))
         report("saved", **failed(lambda: zt.save("never", state)))
         os._exit(0)
-    report("launches", launched=process_groups(mesh).in_flight.launched)
+    report("launches", launched=session_of(mesh).watcher.in_flight.launched)
     step(state, *batch(1, RANK))
     report("went on")
 

@@ -138,9 +138,6 @@ def test_on_gpus_the_answer_about_a_step_is_read_when_the_next_call_begins():
             "a step of sized_step: the ranks of the mesh did not do the same, and the step has run"
         )
         assert "    on rank 0: rate = 0.1\n    on rank 1: rate = 1.1\n" in text
-        torn = rank.reports["then"]["text"]
-        assert torn.startswith("sized_step: this state is half updated")
-        assert "the ranks did not do the same in a step of sized_step" in torn
         assert rank.reports["goes on"]["rows"] == 3 * 8
 
 

@@ -24,6 +24,7 @@ from ztrans.planning.cost import memory
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
+from ztrans.runtime.transports import StreamTransports
 
 pytestmark = pytest.mark.skipif(
     not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch is older than the policy"
@@ -124,8 +125,8 @@ def test_without_streams_and_with_them_the_bits_are_the_same_and_there_is_no_rac
     results = []
     for cuda in (None, Races()):
         local = low.recording.local_inputs(BoundCall(step.shard(state()), (X,))).tensors
-        streams = None if cuda is None else Streams(cuda)
-        program = bind(low.graph, to_fx(low.graph, None, True, streams=streams))
+        transports = None if cuda is None else StreamTransports(Streams(cuda))
+        program = bind(low.graph, to_fx(low.graph, None, True, transports=transports))
         torch.manual_seed(1)
         if cuda is None:
             outputs = [program(local) for _ in range(3)][-1]

@@ -302,7 +302,7 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
 
     import ztrans.runtime.collectives
 
-    monkeypatch.setattr(ztrans.runtime.process_groups.Channel, "is_gloo", False)  # as NCCL's is not
+    monkeypatch.setattr(ztrans.runtime.session.Channel, "is_gloo", False)  # as NCCL's is not
     task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
     sharded, line = gpu_nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"

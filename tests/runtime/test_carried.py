@@ -13,7 +13,7 @@ from tests.support.worlds import batches, fake_mesh, slices
 from ztrans.runtime.carried import CarryingExecutable
 from ztrans.runtime.collectives import Start
 from ztrans.runtime.mesh import _end
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.session import session_of
 
 CASE = CASES["mlp_momentum"]
 BATCH = slices(batches(CASE, 1)[0], 4)[1]
@@ -95,9 +95,9 @@ def test_another_step_drops_what_was_started(mesh, starts):
     step = made(mesh)
     state = step.shard(CASE.state())
     state, _ = step(state, *BATCH)
-    members = process_groups(mesh).carried.members
+    members = session_of(mesh).carried.members
     zt.shard_params(mesh)(lambda state, batch: (state, zt.pmean(batch[0].sum())))(state, *BATCH)
-    assert process_groups(mesh).carried is None
+    assert session_of(mesh).carried is None
     assert all(member.future.work is None for member in members), "its messages have ended"
     step(state, *BATCH)
     assert len(starts) == 2
@@ -107,7 +107,7 @@ def test_a_program_that_is_closed_starts_anew(mesh, starts):
     step = made(mesh)
     state = step.shard(CASE.state())
     state, _ = step(state, *BATCH)
-    members = process_groups(mesh).carried.members
+    members = session_of(mesh).carried.members
     step.compiled(state, *BATCH).close()
     assert all(member.future.work is None for member in members), "its messages have ended"
     step(state, *BATCH)
@@ -118,7 +118,7 @@ def test_a_process_ends_after_the_gathers_that_its_last_step_has_started(mesh, m
     """A slower rank needs them to end its own last step."""
     step = made(mesh)
     step(step.shard(CASE.state()), *BATCH)
-    members = process_groups(mesh).carried.members
+    members = session_of(mesh).carried.members
     have_ended = []
 
     def destroy() -> None:
@@ -150,7 +150,7 @@ def test_a_step_that_fails_leaves_nothing(mesh, starts, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(Start, "forward", fail)
         step(state, *BATCH)
-    assert process_groups(mesh).carried is None
+    assert session_of(mesh).carried is None
 
 
 @pytest.mark.compiles

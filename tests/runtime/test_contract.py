@@ -8,8 +8,7 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.runtime import contract
-from ztrans.runtime.contract import Contract, first_difference, message_lines
-from ztrans.runtime.update_hash import update_hash
+from ztrans.runtime.contract import Contract, first_difference, message_lines, update_hash
 
 
 def of_matrices(state, x):

@@ -20,7 +20,8 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation, first_write
-from ztrans.runtime.failure import Writes, check_whole, ending_together, explain_loss
+from ztrans.runtime.failure import Writes, check_whole, ending_together
+from ztrans.runtime.session import explain_loss
 
 SHOTS = 20  # interrupts, at moments spread over a step
 LAST = (zt.overlap_grads(update="last"), *ALL[1:])

@@ -12,9 +12,9 @@ from ztrans.ir.collectives import LARGE_MEMBER, all_gather, reduce, rules
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import HIERARCHICAL, Hosts, route_of
+from ztrans.runtime.channels import LostRank
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.hierarchical import HierarchicalMessage
-from ztrans.runtime.process_groups import LostRank
 
 F32, F64, BF16, I64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 LARGE = 6 * 2**15  # rows that are sent in a message of their own

@@ -23,12 +23,12 @@ from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts
 from ztrans.ops.symmetric import in_one_process
 from ztrans.runtime import collectives
+from ztrans.runtime.channels import Channel
 from ztrans.runtime.collectives import Start, has_second_level_at_wait, wait
 from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import MOST_SPINS, Buffer
-from ztrans.runtime.cuda.transport import SymmetricStart
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.cuda.symmetric_start import SymmetricStart
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F64, F32, BF16, F16, torch.int64, torch.int32, torch.int16, torch.bool]

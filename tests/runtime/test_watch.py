@@ -18,11 +18,11 @@ from tests.support import watched_ranks
 from tests.support.processes import Running
 from tests.support.programs import CASES
 from tests.support.worlds import fake_mesh
-from ztrans.runtime import process_groups, watch
+from ztrans.runtime import watch
+from ztrans.runtime.channels import LostRank
 from ztrans.runtime.failure import Writes, check_ended, check_launched, check_whole, running
-from ztrans.runtime.in_flight import InFlight
-from ztrans.runtime.process_groups import LostRank
-from ztrans.runtime.watch import Place
+from ztrans.runtime.session import session_of
+from ztrans.runtime.watch import InFlight, Place
 from ztrans.runtime.watching import Watch
 
 TIMEOUT = 10.0
@@ -160,8 +160,8 @@ class Ended(BaseException):
 class Watcher:
     """The connection to the process that watches: what this rank has said."""
 
-    def __init__(self, in_flight: InFlight) -> None:
-        self.in_flight = in_flight
+    def __init__(self) -> None:
+        self.in_flight = InFlight()
         self.failure = ""
         self.said: list[str] = []
 
@@ -178,43 +178,43 @@ class Watcher:
 
 
 @pytest.fixture
-def groups(monkeypatch):
+def session(monkeypatch):
     """What the steps of a mesh share, as on GPUs of two ranks, of which the other one does nothing."""
     with fake_mesh() as mesh:
-        groups = process_groups.process_groups(mesh)
-        groups.is_alone = False
-        groups.watcher = Watcher(groups.in_flight)
+        session = session_of(mesh)
+        session.is_alone = False
+        session.watcher = Watcher()
         monkeypatch.setattr(torch, "Event", Event)
-        yield groups
+        yield session
 
 
-def in_flight(groups, **event) -> None:
-    groups.in_flight.begin()
-    groups.in_flight.record(Event(**event))
+def in_flight(session, **event) -> None:
+    session.watcher.in_flight.begin()
+    session.watcher.in_flight.record(Event(**event))
 
 
-def test_a_step_is_counted_while_the_host_launches_it(groups):
-    with watch.watched(groups.watcher):
-        assert groups.watcher.said == ["launched 1"]
-        assert groups.in_flight.look() == 0
-    assert groups.in_flight.look() == 1
+def test_a_step_is_counted_while_the_host_launches_it(session):
+    with running("train", [], session, Writes()):
+        assert session.watcher.said == ["launched 1"]
+        assert session.watcher.in_flight.look() == 0
+    assert session.watcher.in_flight.look() == 1
 
 
-def test_after_a_step_that_fails_no_other_one_runs(groups):
+def test_after_a_step_that_fails_no_other_one_runs(session):
     leaf = torch.zeros(2)
     writes = Writes()
-    with pytest.raises(KeyError), running("train", [leaf], groups, writes):
+    with pytest.raises(KeyError), running("train", [leaf], session, writes):
         writes.begin()
         raise KeyError("x\nin two lines")
-    assert groups.watcher.failure == "failed in step 1 of train with KeyError: 'x\\nin two lines'"
+    assert session.watcher.failure == "failed in step 1 of train with KeyError: 'x\\nin two lines'"
     with pytest.raises(RuntimeError, match="step 1 of train failed with KeyError"):
         check_whole([leaf], "save")
     with pytest.raises(RuntimeError) as error:
-        check_launched(groups, "train")
+        check_launched(session, "train")
     assert str(error.value).startswith("ztrans: rank 1 failed in step 1 of train with KeyError: 'x")
     assert "start all of them again from the last checkpoint" in str(error.value)
     with pytest.raises(RuntimeError, match="On GPUs all ranks end together"):
-        groups.open()
+        session.open()
 
 
 @pytest.mark.parametrize("text", ["\x1b" * 3000, '"\n' * 3000, "\udcff" * 9, "ü" * 9000], ids=ascii)
@@ -225,42 +225,42 @@ def test_a_line_of_any_text_fits_a_pipe_whole(text):
     assert text.encode(errors="replace").decode().startswith(json.loads(line)) and json.loads(line)
 
 
-def test_a_rank_that_has_lost_another_one_ends(groups):
-    with pytest.raises(Ended), running("train", [torch.zeros(2)], groups, Writes()):
+def test_a_rank_that_has_lost_another_one_ends(session):
+    with pytest.raises(Ended), running("train", [torch.zeros(2)], session, Writes()):
         raise LostRank("Connection closed by peer\nand more")
-    assert groups.watcher.said == ["lost: Connection closed by peer"]
+    assert session.watcher.said == ["launched 1", "lost: Connection closed by peer"]
 
 
-def test_a_kernel_that_has_waited_in_vain_ends_the_process(groups):
-    groups.symmetric = SimpleNamespace(error=lambda: "rank 1 waited in vain for rank 0")
+def test_a_kernel_that_has_waited_in_vain_ends_the_process(session):
+    session.symmetric = SimpleNamespace(error=lambda: "rank 1 waited in vain for rank 0")
     with pytest.raises(Ended):
-        check_launched(groups, "train")
+        check_launched(session, "train")
     with pytest.raises(Ended):
         check_ended([], "save")
-    assert groups.watcher.said == ["lost: rank 1 waited in vain for rank 0"] * 2
+    assert session.watcher.said == ["lost: rank 1 waited in vain for rank 0"] * 2
 
 
-def test_a_state_is_saved_when_the_steps_that_wrote_it_have_ended(groups, tmp_path):
-    in_flight(groups, looks=3)
+def test_a_state_is_saved_when_the_steps_that_wrote_it_have_ended(session, tmp_path):
+    in_flight(session, looks=3)
     zt.save(tmp_path / "good", {"w": torch.zeros(2)}).result()
-    assert groups.in_flight.ended == 1
+    assert session.watcher.in_flight.ended == 1
 
 
-def test_a_device_that_has_failed_is_an_error_of_this_rank(groups, tmp_path):
-    in_flight(groups, error="CUDA error: an illegal memory access was encountered\nFor debugging")
+def test_a_device_that_has_failed_is_an_error_of_this_rank(session, tmp_path):
+    in_flight(session, error="CUDA error: an illegal memory access was encountered\nFor debugging")
     text = "save: the device of rank 1 has failed: CUDA error: an illegal memory access was"
     with pytest.raises(RuntimeError, match=text):
         zt.save(tmp_path / "bad", {"w": torch.zeros(2)})
     assert not (tmp_path / "bad").exists()
-    assert groups.watcher.said == [
+    assert session.watcher.said == [
         "has a GPU that failed: CUDA error: an illegal memory access was encountered"
     ]
 
 
-def test_a_profile_says_that_a_step_of_it_has_ended(groups, monkeypatch):
+def test_a_profile_says_that_a_step_of_it_has_ended(session, monkeypatch):
     case = CASES["mlp_momentum"]
     mesh = zt.make_mesh("cpu", dp=-1)
-    mine = process_groups.process_groups(mesh)
+    mine = session_of(mesh)
     mine.is_alone = True
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())

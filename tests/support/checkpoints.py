@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.lifted import batch, lifted
+from ztrans.runtime.channels import LostRank
 from ztrans.runtime.checkpoints import load
-from ztrans.runtime.process_groups import LostRank
 
 RANK = int(os.environ.get("RANK", 0))
 

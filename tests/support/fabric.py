@@ -23,7 +23,7 @@ from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda.hierarchical import HierarchicalStart
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.cuda.transport import choose_transport
+from ztrans.runtime.transports import choose_transport
 
 PATIENCE = 20  # seconds
 # As NCCL: its maximum and minimum are those of C's `fmax` and `fmin`, which return the other one of NaN and a number.

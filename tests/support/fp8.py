@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.channels import Channel
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn

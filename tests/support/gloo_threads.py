@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.mailbox import LocalChannel
 from ztrans.ir.routes import Hosts
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.channels import Channel
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=20)

@@ -17,7 +17,7 @@ from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.streamed import RANK, trained
 from tests.support.worlds import ALL, batches, distance, slices
-from ztrans.runtime import process_groups
+from ztrans.runtime import session
 from ztrans.runtime.cuda.streams import Streams
 
 WORLD, LOCAL = 6, 3
@@ -31,7 +31,7 @@ RUNS += [("mlp_momentum", {}, HALF), ("mlp_momentum", {"reduce_dtype": HALF}, HA
 
 
 def main() -> None:
-    process_groups.host_name = lambda: (f"host {RANK // LOCAL}",)
+    session.host_name = lambda: (f"host {RANK // LOCAL}",)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     for number, (name, options, dtype) in enumerate(RUNS):
         torch.set_default_dtype(dtype)

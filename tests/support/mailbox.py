@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ztrans.ir.routes import Hosts
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.channels import Channel
 
 
 @dataclass

@@ -40,7 +40,7 @@ from tests.support.worlds import (
     sharded,
     slices,
 )
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.channels import Channel
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))

@@ -22,14 +22,14 @@ from tests.support.shared_files import FileSource
 from tests.support.worlds import ALL, batches, on_ranks, slices
 from ztrans.calling.call import BoundCall
 from ztrans.runtime.agreement import everywhere
+from ztrans.runtime.channels import Channel
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.collectives import channel
 from ztrans.runtime.cuda import symmetric
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import Times
 from ztrans.runtime.executable import bind
-from ztrans.runtime.process_groups import Channel
-from ztrans.runtime.transport import reserve
+from ztrans.runtime.transports import StreamTransports, reserve
 
 RANK = int(os.environ.get("RANK", 0))
 HALF = {"reduce_dtype": torch.bfloat16}
@@ -45,9 +45,9 @@ RUNS += [("gpt_adam", HALF, (1, 3), "kernels", SINGLE), ("uneven", HALF, (3,), "
 RUNS += [("gpt_adam", HALF, (1, 3), "copies", SINGLE), ("uneven", HALF, (2, 3), "copies", SINGLE)]
 
 
-def trained(case, state, low, mesh, streams) -> tuple[list[torch.Tensor], str]:
+def trained(case, state, low, mesh, transports) -> tuple[list[torch.Tensor], str]:
     """The state on this rank after two steps, and the program that ran."""
-    run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
+    run = bind(low.graph, to_fx(low.graph, mesh, True, transports=transports))
     for batch in batches(case, 2):
         local = low.recording.local_inputs(
             BoundCall(state, slices(batch, mesh.size())[RANK])
@@ -107,10 +107,10 @@ def main() -> None:
             states = [step.shard(case.state()) for _ in range(2)]
             cuda = Races()
             files.note = cuda.knows
-            streams = Streams(cuda, THROUGH[through](files))
-            reserve(mesh, [low.graph], streams)
+            transports = StreamTransports(Streams(cuda, THROUGH[through](files)))
+            reserve(mesh, [low.graph], transports)
             with cuda:
-                streamed, text = trained(case, states[0], low, mesh, streams)
+                streamed, text = trained(case, states[0], low, mesh, transports)
             plain, _ = trained(case, states[1], low, mesh, None)
             same = all(
                 torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, streamed)

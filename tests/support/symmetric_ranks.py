@@ -16,18 +16,18 @@ import ztrans as zt
 from benchmarks.gpu_symmetric import Always, train_step
 from tests.support.fake_cuda import FakeCuda
 from tests.support.shared_files import FileSource
-from ztrans.runtime import transport
+from ztrans.runtime import codegen, transports
 from ztrans.runtime.cuda import symmetric
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import SymmetricMemory
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.session import session_of
+from ztrans.runtime.transports import StreamTransports, transports_of
 
 RANK = int(os.environ.get("RANK", 0))
 CUDA = FakeCuda()
 EVEN = ((6, 6), (6, 6), (6, 6))
 # Rank 0 has a smaller batch in the third step, and rank 1 in the fourth.
 RAGGED = ((6, 6), (6, 6), (3, 6), (6, 3), (6, 6))
-true_side_streams = transport.side_streams
 
 
 class MissingOnRank1(FileSource):
@@ -60,12 +60,13 @@ class LostOnRank1(FileSource):
 def use(memory: SymmetricMemory | None) -> None:
     """Simulate devices with this symmetric memory; None is for CPUs."""
 
-    def side_streams(mesh: DeviceMesh) -> Streams:
-        groups = process_groups(mesh)
+    def simulated(mesh: DeviceMesh, device: torch.device | None = None) -> StreamTransports:
+        groups = session_of(mesh)
         groups.symmetric = memory
-        return Streams(CUDA, memory)
+        return StreamTransports(Streams(CUDA, memory))
 
-    transport.side_streams = true_side_streams if memory is None else side_streams
+    for module in (transports, codegen):  # both look it up
+        module.transports_of = transports_of if memory is None else simulated
 
 
 def sharded(*transforms):

@@ -12,7 +12,6 @@ import time
 
 import torch.distributed as dist
 
-from ztrans.runtime.in_flight import InFlight
 from ztrans.runtime.watch import Place, Watcher
 
 LONG = 250  # seconds; the tests fail if a rank waits for so long
@@ -37,7 +36,7 @@ def step(watcher: Watcher, ends: bool = True) -> None:
 def main(port: int, rank: int, scenario: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     place = Place(dist.PrefixStore(f"run/{scenario}", store), "mesh", rank, 2, 300.0)
-    watcher = Watcher(place, InFlight(), lambda: None)
+    watcher = Watcher(place, lambda: None)
     step(watcher)
     step(watcher)
     print(f"rank {rank} has taken two steps")

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.in_place import CALLS, own
 from tests.support.worlds import distance
-from ztrans.runtime.update_hash import update_hash
+from ztrans.runtime.contract import update_hash
 
 HERE = Path(__file__).name
 # torch 2.13 deprecates some of them in favour of new names.

@@ -26,13 +26,13 @@ from ..planning.devices import GPU, Device
 from ..planning.flops import Attention
 from ..planning.roofline import attention_share
 from ..runtime.agreement import agree_on_call, everywhere, from_first
+from ..runtime.channels import Channel
 from ..runtime.collectives import Future, channel
+from ..runtime.communicators import host_name
 from ..runtime.cuda.nccl import StreamedStart
-from ..runtime.cuda.streams import Streams, back_to_back_seconds
-from ..runtime.cuda.transport import reserve_messages
+from ..runtime.cuda.streams import back_to_back_seconds
 from ..runtime.mesh import check_runs
-from ..runtime.process_groups import Channel, host_name
-from ..runtime.transport import side_streams, start_module
+from ..runtime.transports import Transports, transports_of
 from .link_fit import Sample, fit
 
 # The carrier of a message, by the name of its transport. NCCL carries all other messages.
@@ -260,7 +260,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
     queue = channel(mesh, axis, gathers=True)  # it carries all kinds here
     on_cpu = device.type == "cpu"
-    streams = side_streams(mesh)
+    transports = transports_of(mesh)
     samples: list[Sample] = []
     carriers: dict[str, str] = {}  # by kind, for the largest messages
     gather_seconds_per_byte = 0.0
@@ -268,7 +268,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
-            start_message, received, carrier = _collective(kind, size, queue, mesh, streams)
+            start_message, received, carrier = _collective(kind, size, queue, mesh, transports)
             carriers[kind] = carrier
             time_message = functools.partial(_message_seconds, start_message, size, device)
             time_message()  # a warm-up
@@ -287,7 +287,7 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     if on_cpu:
         # Messages of gloo take compute. A gather of a quarter of a second shows how much.
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
-        start_message, received, _ = _collective("all_gather", size, queue, mesh, streams)
+        start_message, received, _ = _collective("all_gather", size, queue, mesh, transports)
         byte_overhead = (
             median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
         )
@@ -313,7 +313,7 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
 
 
 def _collective(
-    kind: str, size: int, queue: Channel, mesh: DeviceMesh, streams: Streams | None
+    kind: str, size: int, queue: Channel, mesh: DeviceMesh, transports: Transports
 ) -> tuple[StartMessage, int, str]:
     """A function that starts a collective, the bytes that a rank receives (about `size`), and the carrier."""
     n = queue.group.size()
@@ -333,9 +333,8 @@ def _collective(
         member = torch.zeros(elements, device=mesh.device_type)
 
     rank = {"axis": queue.group.rank()}
-    if streams is not None:
-        reserve_messages(mesh, [(queue, eqn, sizes, 1)], streams)
-    module: Any = start_module(eqn, sizes, rank, queue, streams, lanes=1)
+    transports.reserve(mesh, [(queue, eqn, sizes, 1)])
+    module: Any = transports.start_module(eqn, sizes, rank, queue, lanes=1)
     carrier = "nccl"
     if isinstance(module, StreamedStart):
         carrier = _CARRIERS.get(module.transport.way, carrier)
@@ -351,7 +350,7 @@ def _wait(future: Future) -> None:
 
 def _start_seconds(queue: Channel, mesh: DeviceMesh) -> float:
     """The seconds a CPU needs to start the smallest message."""
-    start_message, *_ = _collective("all_gather", _SIZES[0], queue, mesh, None)
+    start_message, *_ = _collective("all_gather", _SIZES[0], queue, mesh, Transports())
     begin = time.perf_counter()
     future = start_message()
     seconds = time.perf_counter() - begin

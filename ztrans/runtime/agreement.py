@@ -13,9 +13,9 @@ around the ring of all ranks.
 
 On GPUs the host launches work ahead of the device, and waiting for the other hosts in every step would end that. So
 there the answer about a step is read when the next call begins. If the ranks differ, the step has been launched, and
-its state is marked as half updated. Its messages may wait for each other forever, so all ranks end (see `watch`). If a
-rank makes another call instead, such as `save`, it learns that the others have launched a step, and ends them at once.
-With more than 9 ranks, all ranks exchange the rounds after the first when the next call begins.
+its messages may wait for each other forever, so all ranks end (see `watch`). If a rank makes another call instead, such
+as `save`, it learns that the others have launched a step, and ends them at once. With more than 9 ranks, all ranks
+exchange the rounds after the first when the next call begins.
 
 A record also says whether its rank has been asked to stop (see `stop`), so all ranks learn that in the same step.
 """
@@ -28,7 +28,6 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,14 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
 from . import stop
-from .failure import (
-    STOP_TOGETHER,
-    quit_after_loss,
-    quit_with_note,
-    quitting_after_loss,
-    rank_names,
-)
-from .process_groups import ProcessGroups, process_groups
+from .session import STOP_TOGETHER, Session, rank_names, session_of
 
 T = TypeVar("T")
 Explain = Callable[[Mapping[int, Any]], str]
@@ -68,42 +60,40 @@ _LATE = (
 
 
 def agree(
-    groups: ProcessGroups,
+    session: Session,
     call: str,
     mine: Any,
     explain: Explain,
-    mark: Callable[[str], None] | None = None,
+    launches: bool = False,
     remarks: Sequence[str] = (),
 ) -> None:
     """Check that all ranks of a mesh make the same call. All of them must call this together.
 
     Args:
-        groups: the process groups of the mesh.
+        session: the session of the mesh.
         call: the name of the call.
         mine: this rank's values that must be the same on all ranks, made of numbers and texts.
         explain: maps the values of all ranks, by rank, to the text of the error; empty if they may differ in this way.
             All ranks call it, so it may communicate.
-        mark: marks the state of the step as half updated, for a cause. If it is passed, the step is launched first,
-            and the answer is read when the next call begins.
+        launches: whether this rank launches a step first, and reads the answer when the next call begins.
         remarks: lines for the error about this rank's call if the other ranks make another one.
 
     Raises: RuntimeError on every rank if the ranks make different calls, or run different versions; LostRank if a rank
         has ended or does not answer.
     """
-    if groups.is_alone:
+    if session.is_alone:
         return
-    groups.settle()
-    question = _Question(groups, call, mine, explain, mark is not None, remarks)
-    if mark is not None:
-        groups.pending = _PendingAnswer(question, mark)
+    session.settle()
+    question = _Question(session, call, mine, explain, launches, remarks)
+    if launches:
+        session.pending = question
         return
-    answer = question.answer(groups)
+    answer = question.answer(session)
     if answer.is_mixed:  # others have launched a step
-        note = mine.note if isinstance(mine, Failure) else f"made another call, {call}"
-        quit_with_note(groups, note)
+        session.leave(mine.note if isinstance(mine, Failure) else f"made another call, {call}")
         raise RuntimeError(f"{call}: {_LAUNCHED}")
     if answer.problem:
-        groups.forget_carried()
+        session.forget_carried()
         raise RuntimeError(f"{answer.calls}: {_IN_TIME}{answer.problem}")
 
 
@@ -122,18 +112,18 @@ class Failure(NamedTuple):
 def say_failure(mesh: DeviceMesh, name: str, error: Exception) -> None:
     """Tell the other ranks that this one has no program for a step, and why.
 
-    They raise an error before they send anything. If they have launched the step, as on GPUs, this rank quits the mesh.
+    They raise an error before they send anything. If they have launched the step, as on GPUs, this rank leaves.
     """
     failure = Failure(step_of(name), f"{type(error).__name__}: {error}")
     # The caller raises this rank's own error, which says more.
     with contextlib.suppress(RuntimeError):
         call = f"{step_of(name)}, without a program"
-        agree(process_groups(mesh), call, failure, lambda by_rank: "")
+        agree(session_of(mesh), call, failure, lambda by_rank: "")
 
 
 def agree_on_call(mesh: DeviceMesh, call: str) -> None:
     """Check that all ranks of a mesh make this call."""
-    agree(process_groups(mesh), call, None, lambda by_rank: "")
+    agree(session_of(mesh), call, None, lambda by_rank: "")
 
 
 class _Answer(NamedTuple):
@@ -148,30 +138,6 @@ class _Answer(NamedTuple):
     calls: str
     problem: str = ""
     is_mixed: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class _PendingAnswer:
-    """The answer about a step that this rank has launched. `mark` marks the state of the step as half updated."""
-
-    question: _Question
-    mark: Callable[[str], None]
-
-    def read(self, groups: ProcessGroups) -> None:
-        """Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended."""
-        answer = self.question.answer(groups)
-        if answer.is_mixed:
-            # The other rank quits the mesh, and its note names its call.
-            error = RuntimeError(f"another rank did not launch {answer.calls}")
-            loss = quit_after_loss(groups, answer.calls, error)
-            self.mark(loss.reason or str(error))
-            raise loss
-        if answer.problem:
-            self.mark(f"the ranks did not do the same in {answer.calls}")
-            # A rank may wait for a message that no rank sends, so the mesh cannot continue. All ranks come here.
-            text = f"{answer.calls}: {_LATE}{answer.problem}"
-            quit_with_note(groups, f"has read that in {text}")
-            raise RuntimeError(text)
 
 
 class _Record(NamedTuple):
@@ -208,7 +174,7 @@ class _Question:
 
     def __init__(
         self,
-        groups: ProcessGroups,
+        session: Session,
         call: str,
         mine: Any,
         explain: Explain,
@@ -222,23 +188,23 @@ class _Question:
         # Every step sends this record, so it holds a hash of fixed size. Values are sent only if the hashes differ.
         high, low = _DIGEST.unpack_from(hashlib.sha256(repr((call, mine)).encode()).digest())
         record = _Record(high, low, ~high, ~low, launches, not launches, stop.is_requested())
-        with quitting_after_loss(groups, call):
-            groups.open()
-            groups.sent_records.clear()
-            channel = groups.channel(None, "ranks")
-            if not groups.has_compared_versions:
-                _compare_versions(groups)
-            self._rounds = rounds_of(channel.group.rank(), len(groups.ranks))
-            self._begin_round(groups, self._rounds[0], record)
+        with session.leaving(call):
+            session.open()
+            session.sent_records.clear()
+            channel = session.channel(None, "ranks")
+            if not session.has_compared_versions:
+                _compare_versions(session)
+            self._rounds = rounds_of(channel.group.rank(), len(session.ranks))
+            self._begin_round(session, self._rounds[0], record)
 
-    def _begin_round(self, groups: ProcessGroups, ranks: Sequence[int], record: _Record) -> None:
-        channel = groups.channel(None, "ranks")
+    def _begin_round(self, session: Session, ranks: Sequence[int], record: _Record) -> None:
+        channel = session.channel(None, "ranks")
         mine = torch.tensor(record)
         self.records = mine.repeat(len(ranks), 1)  # the row of this rank stays
         works = channel.exchange([mine] * len(ranks), list(self.records), ranks)
         receives = len(ranks) - 1
         self._receives = works[:receives]
-        groups.sent_records += works[receives:]
+        session.sent_records += works[receives:]
 
     def _end_round(self) -> _Record:
         """Wait for the records of the other ranks, and return the maximum.
@@ -255,28 +221,44 @@ class _Question:
             raise
         return _Record(*self.records.amax(0).tolist())
 
-    def answer(self, groups: ProcessGroups) -> _Answer:
+    def read(self, session: Session) -> None:
+        """Read the answer about a step that this rank has launched.
+
+        Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended.
+        """
+        answer = self.answer(session)
+        if answer.is_mixed:
+            # The other rank leaves the session, and its note names its call.
+            error = RuntimeError(f"another rank did not launch {answer.calls}")
+            raise session.lost(answer.calls, error)
+        if answer.problem:
+            # A rank may wait for a message that no rank sends, so the mesh cannot continue. All ranks come here.
+            text = f"{answer.calls}: {_LATE}{answer.problem}"
+            session.leave(f"has read that in {text}")
+            raise RuntimeError(text)
+
+    def answer(self, session: Session) -> _Answer:
         """Wait for the records, and compare them."""
-        channel = groups.channel(None, "ranks")
-        with quitting_after_loss(groups, self.call), channel.errors():
+        channel = session.channel(None, "ranks")
+        with session.leaving(self.call), channel.errors():
             record = self._end_round()
             for ranks in self._rounds[1:]:
                 if record.is_mixed:
                     break
-                self._begin_round(groups, ranks, record)
+                self._begin_round(session, ranks, record)
                 record = self._end_round()
         if record.is_mixed:
             # Ranks that have launched a step read the answer at another time, so the values cannot be exchanged.
             return _Answer(self.call, is_mixed=True)
         if record.stops:
-            groups.stop_requested = True
+            session.stop_requested = True
         if record.has_equal_digests:
             return _Answer(self.call)
         calls = {}
         values = {}
         remarks = {}
-        by_rank = _from_all(groups, (self.call, self.mine, tuple(self.remarks)))
-        for rank, (call, value, remarks_of_rank) in zip(groups.ranks, by_rank):
+        by_rank = session.from_all((self.call, self.mine, tuple(self.remarks)))
+        for rank, (call, value, remarks_of_rank) in zip(session.ranks, by_rank):
             calls[rank] = call
             values[rank] = value
             remarks[rank] = remarks_of_rank
@@ -313,23 +295,23 @@ def rounds_of(rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(rounds)
 
 
-def _compare_versions(groups: ProcessGroups) -> None:
+def _compare_versions(session: Session) -> None:
     """Check once for a mesh that all ranks run the same versions.
 
     Raises: RuntimeError on every rank if they do not.
     """
     mine = torch.frombuffer(bytearray(_versions().encode().ljust(_VERSIONS)), dtype=torch.uint8)
-    versions = mine.repeat(len(groups.ranks), 1)
-    channel = groups.channel(None, "ranks")
+    versions = mine.repeat(len(session.ranks), 1)
+    channel = session.channel(None, "ranks")
     with channel.errors():
         dist.all_gather(list(versions), mine, channel.group)
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in versions]
     if len(set(texts)) > 1:
         raise RuntimeError(
-            f"{_OTHER_VERSIONS}{_lines_by_ranks(dict(zip(groups.ranks, texts)))}"
+            f"{_OTHER_VERSIONS}{_lines_by_ranks(dict(zip(session.ranks, texts)))}"
             f"Install the same versions on all hosts."
         )
-    groups.has_compared_versions = True
+    session.has_compared_versions = True
 
 
 def _versions() -> str:
@@ -343,7 +325,7 @@ def everywhere(value: T, mesh: DeviceMesh) -> list[T]:
 
     Raises: LostRank if a rank has ended or does not answer.
     """
-    return _from_all(process_groups(mesh), value)
+    return session_of(mesh).from_all(value)
 
 
 def from_first(value: T, mesh: DeviceMesh) -> T:
@@ -351,19 +333,7 @@ def from_first(value: T, mesh: DeviceMesh) -> T:
 
     Raises: LostRank, on the other ranks, if the first one has ended or does not answer.
     """
-    groups = process_groups(mesh)
-    with quitting_after_loss(groups, "ztrans"):
-        if not groups.is_alone:
-            groups.open()
-        return groups.from_first(value)
-
-
-def _from_all(groups: ProcessGroups, value: T) -> list[T]:
-    """The values that the ranks pass. Raises: LostRank, with the reason if it is known."""
-    with quitting_after_loss(groups, "ztrans"):
-        if not groups.is_alone:
-            groups.open()
-        return groups.from_all(value)
+    return session_of(mesh).from_first(value)
 
 
 def _failure_text(values: Mapping[int, Any]) -> str:

@@ -5,7 +5,7 @@ like its channels: the next step of the mesh uses them, or waits for them and dr
 the same gathers, and each leaf that they gather is unchanged since the last step. All ranks must do the same, because a
 rank that starts gathers sends messages that the others do not expect. So the ranks compare this too (see `agreement`).
 
-`Compiled` asks `uses_carried` before a step, and calls `ProcessGroups.drop_carried` if the answer is no. A step that
+`Compiled` asks `uses_carried` before a step, and calls `Session.drop_carried` if the answer is no. A step that
 fails closes the channels of the mesh and drops the carried gathers.
 """
 
@@ -29,7 +29,7 @@ from ..ir.graph import Graph
 from .collectives import Member, Start, wait
 from .contract import message_lines
 from .executable import StepExecutable
-from .process_groups import process_groups
+from .session import session_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class CarryingExecutable:
         sent: a line for each message that the gathers send.
         starts: the modules that start the gathers for the next step.
         leaves: for each of these modules, the positions of the leaves that it gathers.
-        groups: the process groups of the mesh, which hold the carried gathers.
+        session: the session of the mesh, which holds the carried gathers.
     """
 
     def __init__(self, run: StepExecutable, graph: Graph, mesh: DeviceMesh) -> None:
@@ -77,7 +77,7 @@ class CarryingExecutable:
         self.sent = tuple(message_lines(starts_only, {}))
         self.starts = [_module(run.program, start.eqn.out.name) for start in carried]
         self.leaves = [start.leaves for start in carried]
-        self.groups = process_groups(mesh)
+        self.session = session_of(mesh)
 
     @property
     def program(self) -> fx.GraphModule:
@@ -86,13 +86,13 @@ class CarryingExecutable:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         # If this step fails, nothing is carried, and the next step starts its gathers itself.
-        carried = self.groups.carried
-        self.groups.carried = None
+        carried = self.session.carried
+        self.session.carried = None
         members = carried.members if carried is not None else self.start(inputs)
         all_inputs: list[Any] = [*inputs, *members]
         outputs = self.run(all_inputs)
         end = len(outputs) - len(members)
-        self.groups.carried = Carried(self.sent, tuple(outputs[end:]), tuple(self.starts))
+        self.session.carried = Carried(self.sent, tuple(outputs[end:]), tuple(self.starts))
         # The caller may change the leaves before the next step, and the last start may not have packed them yet.
         self.starts[-1].release_members()
         return outputs[:end]
@@ -113,7 +113,7 @@ class CarryingExecutable:
 
     def uses_carried(self, inputs: Inputs) -> bool:
         """Whether a step on these inputs uses the gathers that the last step of the mesh has started."""
-        carried = self.groups.carried
+        carried = self.session.carried
         if carried is None or carried.leaves is None or carried.sent != self.sent:
             return False
         positions = chain(*self.leaves)
@@ -121,10 +121,10 @@ class CarryingExecutable:
 
     def step_ended(self, inputs: Inputs) -> None:
         """Let the next step use the gathers that this one has started. Called after a step on these inputs succeeds."""
-        carried = self.groups.carried
+        carried = self.session.carried
         if carried is not None:
             leaves = tuple(Snapshot.of(inputs, i) for i in chain(*self.leaves))
-            self.groups.carried = dataclasses.replace(carried, leaves=leaves)
+            self.session.carried = dataclasses.replace(carried, leaves=leaves)
 
 
 def _module(program: fx.GraphModule, name: str) -> Start:

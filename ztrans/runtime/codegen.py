@@ -23,7 +23,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT, lane
+from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT
 from ..ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST, is_copy
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.flex_attention import is_attention
@@ -45,13 +45,10 @@ from ..ir.update_groups import (
     overwriting_first,
 )
 from ..ir.user_collectives import by_group
-from . import transport
 from .collectives import channel_of, wait
-from .cuda.host_copies import StreamedHostCopy
-from .cuda.streams import Streams
-from .cuda.transport import inside_channel_of
 from .flex_attention import FlexAttention, structure_of
-from .host_copies import CarriedCopies, HostCopy, carried_copies
+from .host_copies import CarriedCopies
+from .transports import Transports, lane_count, transports_of
 
 aten = torch.ops.aten
 
@@ -76,7 +73,7 @@ class Emission:
     sizes: Mapping[str, int]  # of the mesh axes
     coordinates: Mapping[str, int]  # this rank's index along each of them
     mesh: DeviceMesh | None
-    streams: Streams | None
+    transports: Transports
     lanes: int = 0  # the number of lanes of its collectives
     device: torch.device | None = None  # where the program runs; None is a CPU
     in_place: Collection[Eqn] = ()  # the equations that overwrite an argument
@@ -152,14 +149,12 @@ Emitter = Callable[[Emission, Eqn, int], list[Any]]
 def emit_start(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     sizes = emission.sizes
-    streams = emission.streams
     channel = inside = None
     if emission.mesh is not None:
         channel = channel_of(emission.mesh, eqn)
-        if streams is not None:
-            inside = inside_channel_of(emission.mesh, eqn, sizes)
-    module = transport.start_module(
-        eqn, sizes, emission.coordinates, channel, streams, emission.lanes, inside
+        inside = emission.transports.inside_channel(emission.mesh, eqn, sizes)
+    module = emission.transports.start_module(
+        eqn, sizes, emission.coordinates, channel, emission.lanes, inside
     )
     call = emission.call(f"{eqn.op}_{index}", module, *eqn.ins)
     return unpacked(emission.out, call, eqn.outs)
@@ -175,15 +170,13 @@ def emit_copy(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
 
     Raises: ValueError if a copy on a GPU cannot overwrite its leaf of the state, which another equation still reads.
     """
-    module = HostCopy()
-    if emission.streams is not None:
-        if "over" in eqn.kwargs and eqn not in emission.in_place:
-            raise ValueError(
-                f"offload: {eqn.kwargs['over'].name} is still read when its new value, {eqn.ins[0].name}, is copied to "
-                f"the host.\nLeave it out of `where`."
-            )
-        device = emission.device if eqn.out.memory == "device" else None
-        module = StreamedHostCopy(lane(eqn), emission.streams, device)
+    transports = emission.transports
+    if transports.are_beside_compute and "over" in eqn.kwargs and eqn not in emission.in_place:
+        raise ValueError(
+            f"offload: {eqn.kwargs['over'].name} is still read when its new value, {eqn.ins[0].name}, is copied to "
+            f"the host.\nLeave it out of `where`."
+        )
+    module = transports.copy_module(eqn, emission.device)
     members = eqn.ins if eqn in emission.in_place else eqn.ins[:1]
     return [emission.call(f"{eqn.op}_{index}", module, *members)]
 
@@ -223,7 +216,7 @@ def to_fx(
     donate: bool = False,
     groups: Sequence[EqnGroup] = (),
     kernels: Mapping[EqnGroup, Kernel] = MappingProxyType({}),
-    streams: Streams | None = None,
+    transports: Transports | None = None,
     on_write: Callable[[], None] | None = None,
     device: torch.device | None = None,
 ) -> fx.GraphModule:
@@ -239,8 +232,8 @@ def to_fx(
         donate: whether equations may overwrite values that nothing reads any more.
         groups: adjacent equations that become one call: of a kernel, a fused optimizer or an operation over lists.
         kernels: the kernels of groups.
-        streams: the streams of the collectives; by default new ones if the devices are GPUs. Nothing is sent or timed
-            here: `transport.reserve` has decided what carries the messages.
+        transports: what sends the messages; by default those of the mesh or the device. Nothing is sent or timed here:
+            `transports.reserve` has decided what carries the messages.
         on_write: a function that the program calls before the first equation that overwrites the state.
         device: the device of the program; by default the mesh's, or a CPU without a mesh.
 
@@ -252,9 +245,9 @@ def to_fx(
             f"Write each of these: to_fx(zt.ir.micro_batch_programs(graph).last), and likewise first and middle."
         )
     indices = coordinates(graph, mesh)
-    streams = streams or _streams(graph, mesh, device)
+    transports = transports or transports_of(mesh, device)
     # Before `by_group`, which replaces the axes of the step's own collectives by process groups.
-    lanes = transport.lane_count(graph, mesh, streams)
+    lanes = lane_count(graph, mesh, transports)
     if mesh is not None:
         graph = by_group(graph, mesh)
         device = device or torch.device(mesh.device_type)
@@ -271,13 +264,13 @@ def to_fx(
         sizes=graph.axes,
         coordinates=indices,
         mesh=mesh,
-        streams=streams,
+        transports=transports,
         lanes=lanes,
         device=device,
         in_place=donated.in_place_ops,
         inputs=set(graph.inputs),
     )
-    copies = _carried_copies(streams)
+    copies = transports.carried_copies()
     _take_copies(emission, graph, copies)
     ends = [len(out.nodes)]  # the number of nodes before the first unit, and after each unit
     for unit in units:
@@ -295,26 +288,11 @@ def to_fx(
     return fx.GraphModule(emission.module, out, graph.name)
 
 
-def _streams(graph: Graph, mesh: DeviceMesh | None, device: torch.device | None) -> Streams | None:
-    """The streams of a program on GPUs: for the collectives of its mesh, or for copies between GPU and host."""
-    if mesh is not None:
-        return transport.side_streams(mesh)
-    is_on_gpu = device is not None and device.type == "cuda"
-    return Streams() if is_on_gpu and any(is_copy(eqn) for eqn in graph.eqns) else None
-
-
-def _carried_copies(streams: Streams | None) -> CarriedCopies:
-    """The copies that a step on this device leaves to the next one: none on a CPU, where copies end at once."""
-    if streams is None:
-        return CarriedCopies()
-    return carried_copies(streams.cuda, streams.cuda.current_device())
-
-
 def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
     """Emit the call that takes over the copies to the host that the previous step has left in progress."""
     leaves = [v for v in graph.inputs[: graph.num_state] if v.future]
-    is_streamed = emission.streams is not None and any(is_copy(eqn) for eqn in graph.eqns)
-    if leaves or is_streamed:
+    copies_beside_compute = emission.transports.are_beside_compute and any(map(is_copy, graph.eqns))
+    if leaves or copies_beside_compute:
         call = emission.out.call_function(copies.take, tuple(emission.nodes[v] for v in leaves))
         emission.bind(leaves, unpacked(emission.out, call, leaves))
 
@@ -341,7 +319,7 @@ def nested(function: Function) -> fx.GraphModule:
     graph = function.graph
     out = fx.Graph()
     nodes: dict[Var, Any] = {v: out.placeholder(v.name) for v in graph.inputs}
-    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, None, hoists=False)
+    emission = Emission(out, torch.nn.Module(), nodes, {}, {}, None, Transports(), hoists=False)
     for eqn in graph.eqns:
         emission.bind(eqn.outs, _emit_operation(emission, eqn))
     out.output(function.returned(substitute(graph.outputs, emission.nodes.__getitem__)))

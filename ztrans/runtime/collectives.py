@@ -41,6 +41,7 @@ from ..ir.graph import Eqn, Primitive, Split
 from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
 from ..ops.cast_pack import reference as pack
+from .channels import Channel, Work
 from .hierarchical import (
     HierarchicalMessage,
     exchange_parts,
@@ -48,7 +49,7 @@ from .hierarchical import (
     reduction_of_hosts,
     tags_of_parts,
 )
-from .process_groups import Channel, Work, process_groups
+from .session import session_of
 
 # The reductions that a backend computes. The terms of a mean are added, and the sum is divided afterwards.
 REDUCE_OPS = {
@@ -67,7 +68,7 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
 
 def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
     """The channel of a mesh axis for gathers, or the one for reductions: neither queues behind the other."""
-    return process_groups(mesh).channel(axis, "gathers" if gathers else "reductions")
+    return session_of(mesh).channel(axis, "gathers" if gathers else "reductions")
 
 
 def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:

@@ -10,26 +10,32 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
+from ..ir.higher_order import Function
+from ..ir.nested import instances
+from ..ir.op_facts import is_random
 from ..ir.pairing import pair
-from ..ir.printer import op_name
+from ..ir.printer import one_line, op_name
+from ..ir.structure import elements
 from ..ir.user_collectives import is_user_start
 from ..ir.varying import replicated_equations
 from .agreement import agree, different_steps, everywhere, from_first, new_program_of
 from .collectives import has_second_level_at_wait
-from .failure import rank_names
-from .process_groups import process_groups
 from .replicas import different_leaf
+from .session import rank_names, session_of
 
 T = TypeVar("T")
 _NO_MORE = "no more messages"
+# Roles of collectives whose members may have the size of the batch.
+_BATCH_SIZED = ("output", "pmean")
 _SAME_PROGRAM = (
     "Batches may differ in size from rank to rank, but every rank must take the same branches, with the same "
     "transforms, hyperparameters and numbers, and its update must not depend on the size of its batch. Compare "
@@ -251,6 +257,65 @@ def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> st
     return f"  {place}\n    on rank {ranks[0]}: {here}\n    on rank {ranks[k]}: {there}\n{_SAME_PROGRAM}"
 
 
+# ---- the update of the state
+
+
+def update_hash(graph: Graph) -> str:
+    """A hash of the update of the state, with its constants. If it differed between ranks, their states would diverge.
+
+    Values are numbered in order, because a batch of another size may give them other names.
+    """
+    digest = hashlib.sha256()
+    batch_sized = _batch_sized(graph)
+    replicated = replicated_equations(graph)
+    # Without reductions of gradients, the new state depends on all of forward, which may differ along the step's own
+    # axes. Then only the update is hashed.
+    reduces_grads = any(role(e) == "grad" for e in graph.eqns)
+    numbers: dict[Var, Any] = {v: v.name for v in graph.inputs}
+    for e in graph.eqns:
+        if e not in replicated or e.provenance is not None:
+            continue
+        if e.region != "update" and not reduces_grads:
+            continue
+        if any(out in batch_sized for out in e.outs):
+            continue
+
+        leaves, tree = pytree.tree_flatten((e.args, dict(e.kwargs)))
+        literals = [_literal(leaf, numbers) for leaf in leaves]
+        digest.update(repr((str(e.op), tree, literals)).encode())
+        digest.update(_constants(e))
+    return digest.hexdigest()[:16]
+
+
+def _batch_sized(graph: Graph) -> set[Var]:
+    """The values whose shapes or constants may depend on the size of the batch."""
+    sized = set(graph.batch)
+    for e in graph.eqns:
+        if e.provenance is not None:
+            is_sized = e.provenance.role in _BATCH_SIZED
+        else:
+            is_sized = is_random(e) or any(v in sized for v in e.ins)
+        if is_sized:
+            sized.update(e.results)
+    return sized
+
+
+def _literal(x: Any, numbers: dict[Var, Any]) -> Any:
+    """A value as its number, a tensor as its shape, a literal as text."""
+    if isinstance(x, Var):
+        return numbers.setdefault(x, len(numbers))
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    if isinstance(x, Function):
+        return one_line(x)
+    return repr(x)
+
+
+def _constants(e: Eqn) -> bytes:
+    """The contents of the constant tensors of an equation, such as torch.tensor(...) in the step."""
+    return b"".join(elements(x) for x in instances((e.args, e.kwargs), torch.Tensor))
+
+
 # ---- one program for all ranks
 
 
@@ -267,7 +332,7 @@ def agree_on_program(
     def explain(lines: Mapping[int, list[str]]) -> str:
         return first_difference(list(lines), list(lines.values()))
 
-    agree(process_groups(mesh), new_program_of(name), contract.lines, explain, remarks=changes)
+    agree(session_of(mesh), new_program_of(name), contract.lines, explain, remarks=changes)
     return from_first(plan, mesh)
 
 
@@ -287,4 +352,4 @@ def agree_on_plan(name: str, mesh: DeviceMesh, problem: str) -> None:
             f"Pad the batches to one size on all ranks."
         )
 
-    agree(process_groups(mesh), name, problem, explain)
+    agree(session_of(mesh), name, problem, explain)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import ops
-from .process_groups import Channel, Work
+from .channels import Channel, Work
 
 
 class HierarchicalMessage:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ir.layout import AbstractMesh
-from .process_groups import all_process_groups
+from .session import all_sessions
 
 
 def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -123,13 +123,13 @@ def _end(process: int) -> None:
     # has ended this program before theirs, which cannot be seen here. The process that watches over this rank has told
     # them that it leaves.
     would_wait = dist.get_backend() == "nccl" and dist.get_world_size() > 1
-    has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_process_groups())
+    has_failed = hasattr(sys, "last_type") or any(x.is_closed for x in all_sessions())
     if would_wait or has_failed:
         return
-    for groups in all_process_groups():
+    for session in all_sessions():
         # Another rank may be slower, and wait for the messages of these gathers before its last step ends.
         with contextlib.suppress(RuntimeError):  # the groups may have been destroyed
-            groups.drop_carried()
+            session.drop_carried()
     dist.destroy_process_group()
 
 

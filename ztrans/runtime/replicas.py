@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ir.axes import groups_along
 from .agreement import agree
-from .process_groups import process_groups
+from .session import session_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096  # the number of positions that a digest distinguishes
@@ -55,7 +55,7 @@ def agree_on_state(
         position, first, rank = different
         return _leaf_difference(by_rank[first][position], by_rank[rank][position], first, rank)
 
-    agree(process_groups(mesh), "shard", descriptions, explain)
+    agree(session_of(mesh), "shard", descriptions, explain)
 
 
 def _described(path: str, x: Any, compare_values: bool) -> Leaf:

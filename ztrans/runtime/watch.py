@@ -1,8 +1,9 @@
 """Connect a rank to the process that watches over it: report the steps of the rank, and end it.
 
 `watching` is the other side. A mesh of several GPUs has a `Watcher` on each rank, from the first call that needs its
-process groups to the end of the program. A thread of the rank reports which steps the GPU has ended. While a launch
-blocks this thread, no step is reported as ended, and the process that watches keeps the time.
+process groups to the end of the program. The call of a step returns before a GPU has run it, so every step records an
+event after its work. A thread of the rank reports which of these the GPU has passed. While a launch blocks this thread,
+no step is reported as ended, and the process that watches keeps the time.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, cast
+from typing import IO, Any, NamedTuple, NoReturn, Protocol, cast
 
-import torch
 import torch.distributed as dist
 
 from . import watching
-from .in_flight import InFlight
 
 _MAX_TEXT = 4000  # bytes of the JSON of an error; a pipe takes 4096 at once
 _START_TIMEOUT = 60.0  # seconds for the process that watches to start: it imports torch
 _SILENT_WAIT = 10.0  # seconds at the end of a program before it logs that it waits for other ranks
+_QUERY_INTERVAL = 0.01  # seconds between two queries of an event
 _logger = logging.getLogger("ztrans")
 
 
@@ -64,23 +65,74 @@ class Place(NamedTuple):
         return json.dumps(address | numbers | {"key": key, "process": os.getpid()})
 
 
+class Event(Protocol):
+    """A point in the work of a GPU, as `torch.Event`."""
+
+    def query(self) -> bool:
+        """Whether the work before it is done."""
+
+
+class InFlight:
+    """The counts of launched and of ended steps of a mesh.
+
+    Attributes:
+        launched: the number of steps that the host has begun to launch.
+        ended: the number of steps that the GPU is known to have ended.
+        device_error: the error of the GPU if it has failed; empty while it works.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.ended = 0
+        self.device_error = ""
+        self._events: deque[Event] = deque()
+        self._lock = threading.Lock()
+
+    def begin(self) -> int:
+        """Count a step whose launch begins. Returns its number."""
+        with self._lock:
+            self.launched += 1
+            return self.launched
+
+    def record(self, event: Event) -> None:
+        """Add the event after the work of the step that was launched last."""
+        with self._lock:
+            self._events.append(event)
+
+    def look(self) -> int:
+        """Query the events. Returns the number of steps that have ended."""
+        with self._lock:
+            try:
+                while self._events and self._events[0].query():
+                    self._events.popleft()
+                    self.ended += 1
+            except RuntimeError as error:  # only a device that has failed raises here
+                self.device_error = str(error).partition("\n")[0]
+            return self.ended
+
+    def wait(self) -> None:
+        """Wait until all launched steps have ended, or the device has failed. `watching` limits the time."""
+        while self._events and not self.device_error:
+            self.look()
+            time.sleep(_QUERY_INTERVAL if self._events else 0)
+
+
 class Watcher:
     """The connection of a rank to the process that watches over it.
 
     Attributes:
         failure: how this rank has failed; empty if it has not. After a failure no step of the mesh runs.
+        in_flight: the steps that the GPU runs.
     """
 
-    def __init__(
-        self, place: Place, in_flight: InFlight, before_leaving: Callable[[], None]
-    ) -> None:
+    def __init__(self, place: Place, before_leaving: Callable[[], None]) -> None:
         """Start the process. At the end of the program, `before_leaving` ends what the last step has left in progress.
 
         Raises: ValueError if no other process can read the store.
         """
         self.failure = ""
         self.place = place
-        self.in_flight = in_flight
+        self.in_flight = InFlight()
         self.before_leaving = before_leaving
         self._owner = os.getpid()
         self._has_left = False
@@ -180,20 +232,6 @@ class Watcher:
                 "it until the time-out of NCCL.",
                 self.place.rank,
             )
-
-
-@contextlib.contextmanager
-def watched(watcher: Watcher | None) -> Iterator[None]:
-    """Report the launch of a step, and record an event after it. Without a watcher, as on CPUs, do nothing."""
-    if watcher is None:
-        yield
-        return
-    watcher.in_flight.begin()
-    watcher.launched()
-    yield
-    event = torch.Event()
-    event.record()
-    watcher.in_flight.record(event)
 
 
 def end_process(text: str) -> NoReturn:

@@ -19,6 +19,7 @@ from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
 from ztrans.runtime.failure import check_ended
 from ztrans.runtime.host_copies import CarriedCopies, carried_copies
+from ztrans.runtime.transports import StreamTransports
 
 NAMES = ("mlp_momentum", "clipped", "adamw_fused", "adamw_foreach")
 
@@ -35,8 +36,8 @@ def lowered(name: str, across_steps: bool, rows: int = 64):
 
 
 def program(low, cuda: Races | None):
-    streams = None if cuda is None else Streams(cuda)
-    return bind(low.graph, to_fx(low.graph, None, True, streams=streams))
+    transports = None if cuda is None else StreamTransports(Streams(cuda))
+    return bind(low.graph, to_fx(low.graph, None, True, transports=transports))
 
 
 def carried_by(low) -> int:

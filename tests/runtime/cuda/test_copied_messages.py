@@ -20,7 +20,7 @@ from ztrans.runtime.cuda import copies, symmetric
 from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import MOST_SPINS, Buffer, MessageKind, _Trial
-from ztrans.runtime.cuda.transport import CopiedStart
+from ztrans.runtime.cuda.symmetric_start import CopiedStart
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

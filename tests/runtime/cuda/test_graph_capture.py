@@ -34,7 +34,7 @@ from ztrans.runtime.cuda.graph_capture import (
 )
 from ztrans.runtime.executable import executable
 from ztrans.runtime.failure import Writes, check_whole
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.session import session_of
 
 
 def step(state, batch):
@@ -470,7 +470,7 @@ def captured_on_a_mesh(steps: int, cuda: FakeCuda, **options):
     capture = Capture(run, lowered.graph, cuda, "cpu", **options)
     compiled = lowered.compile()
     compiled.binding.local_program = LocalProgram(
-        lowered, run, Writes(), process_groups(mesh), Contract(lowered.graph, ""), capture
+        lowered, run, Writes(), session_of(mesh), Contract(lowered.graph, ""), capture
     )
     return compiled, capture, state, data
 

@@ -14,6 +14,7 @@ from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.host_copies import StreamedHostCopy
 from ztrans.runtime.cuda.streams import Done, Streams
 from ztrans.runtime.executable import bind
+from ztrans.runtime.transports import StreamTransports
 
 MOMENTS = {"mlp_momentum": "m.*", "gpt_adam": "[mv].*", "adamw_fused": "[mv].*"}
 
@@ -28,8 +29,8 @@ def lowered(name: str, *transforms: zt.Transform):
 
 
 def run(low, local, cuda: Races | None, steps: int = 3) -> list[torch.Tensor]:
-    streams = None if cuda is None else Streams(cuda)
-    program = bind(low.graph, to_fx(low.graph, None, True, streams=streams))
+    transports = None if cuda is None else StreamTransports(Streams(cuda))
+    program = bind(low.graph, to_fx(low.graph, None, True, transports=transports))
     for _ in range(steps):
         outputs = program(local)
     return [x.clone() for x in outputs]
@@ -55,7 +56,9 @@ def test_without_a_wait_there_is_a_race(missing, monkeypatch):
     if missing == "compute waits for the copy":
         monkeypatch.setattr(Done, "wait", lambda done: None)
     with Races() as cuda:
-        program = bind(low.graph, to_fx(low.graph, None, True, streams=Streams(cuda)))
+        program = bind(
+            low.graph, to_fx(low.graph, None, True, transports=StreamTransports(Streams(cuda)))
+        )
         for module in program.program.modules():
             if isinstance(module, StreamedHostCopy) and missing == "the copy waits for compute":
                 monkeypatch.setattr(module.lane, "wait_stream", lambda stream: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,13 +18,16 @@ from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
 from ztrans.runtime import stop
 from ztrans.runtime.agreement import agree, agree_on_call
+from ztrans.runtime.channels import Channel, LostRank
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.contract import Contract
 from ztrans.runtime.cuda.graph_capture import Capture
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind
-from ztrans.runtime.failure import Writes, check_ended, marker
-from ztrans.runtime.process_groups import Channel, LostRank, process_groups
+from ztrans.runtime.failure import Writes, check_ended
+from ztrans.runtime.session import session_of
+from ztrans.runtime.transports import StreamTransports
+from ztrans.runtime.watch import InFlight
 
 RANKS = 2
 STEPS = 10
@@ -99,11 +104,11 @@ def mesh(monkeypatch, store):
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     new_group = dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks, *_, **__: new_group(ranks))
-    groups = process_groups(mesh)
-    groups.is_alone = False  # the other rank sends nothing to the device, but its host talks
-    groups.has_compared_versions = True
-    groups._host_names = dict.fromkeys(range(RANKS), ("one host",))
-    groups.store = lambda: store
+    session = session_of(mesh)
+    session.is_alone = False  # the other rank sends nothing to the device, but its host talks
+    session.has_compared_versions = True
+    session._host_names = dict.fromkeys(range(RANKS), ("one host",))
+    session.store = lambda: store
     yield mesh
     dist.destroy_process_group()
 
@@ -136,7 +141,7 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
     state = step.shard(case.state())
     lowered = step.lower(state, *slices(batches(case, 1)[0], RANKS)[1])
     cuda = FakeCuda()
-    program = to_fx(lowered.graph, mesh, True, streams=Streams(cuda))
+    program = to_fx(lowered.graph, mesh, True, transports=StreamTransports(Streams(cuda)))
     run = bind(lowered.graph, program)
 
     def launched(inputs):
@@ -147,7 +152,7 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
     compiled = lowered.compile()
     contract = Contract(lowered.graph, "")
     compiled.binding.local_program = LocalProgram(
-        lowered, launched, Writes(), process_groups(mesh), contract, capture
+        lowered, launched, Writes(), session_of(mesh), contract, capture
     )
     return compiled, state
 
@@ -155,7 +160,7 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
 @pytest.mark.parametrize(("launches", "blocking"), [(True, 0), (False, STEPS)])
 def test_no_step_waits_for_the_host_of_another_rank(mesh, messages, launches, blocking):
     """Each step asks the others, and reads the answer when the next step begins. On CPUs it waits for the answer."""
-    process_groups(mesh).launches_first = launches
+    session_of(mesh).launches_first = launches
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     trained(compiled, state, STEPS, case, messages)
@@ -167,30 +172,29 @@ def test_a_rank_that_launched_a_step_learns_of_another_call_when_it_reads_the_an
     mesh, messages, store
 ):
     """Then it asks for nothing more: the other rank has left, and its note says why."""
-    groups = process_groups(mesh)
-    causes = []
-    agree(groups, "a step", 1, lambda values: "they differ", causes.append)
-    groups.pending.question.records[0, 5] = 1  # the other rank waits
+    session = session_of(mesh)
+    agree(session, "a step", 1, lambda values: "they differ", launches=True)
+    session.pending.records[0, 5] = 1  # the other rank waits
     store.set("note/0", "made another call, save")
     messages.clear()
     with pytest.raises(LostRank, match="Rank 0 made another call, save"):
-        groups.settle()
-    assert messages.begun == [] and causes == ["Rank 0 made another call, save"]
+        session.settle()
+    assert messages.begun == []
 
 
 @pytest.mark.parametrize(("launches", "later"), [(True, 1), (False, 0)])
 def test_a_request_to_stop_is_read_with_the_record_of_a_step(mesh, messages, launches, later):
     """On GPUs by the next call, so all ranks see it after the same step there too."""
-    process_groups(mesh).launches_first = launches
+    session_of(mesh).launches_first = launches
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages)
     data = slices(batches(case, 1)[0], RANKS)[1]
-    groups = process_groups(mesh)
+    session = session_of(mesh)
     seen = []
     for k in range(5):
         messages.bits_of_others = {6: int(k == 2)}
         state, _ = compiled(state, *data)
-        seen.append(groups.stop_requested)
+        seen.append(session.stop_requested)
     assert seen == [k >= 2 + later for k in range(5)]
 
 
@@ -198,18 +202,18 @@ def test_a_request_to_stop_is_read_with_the_record_of_a_step(mesh, messages, lau
 def test_after_stop_on_a_replay_sends_whether_its_rank_has_been_asked_to_stop(
     mesh, messages, monkeypatch
 ):
-    process_groups(mesh).launches_first = True
+    session_of(mesh).launches_first = True
     monkeypatch.setattr(stop, "_watched", {15})
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     trained(compiled, state, STEPS, case, messages)
     assert messages.begun == ["exchange"] * STEPS
-    assert process_groups(mesh).pending is not None, "the next call reads the answer"
+    assert session_of(mesh).pending is not None, "the next call reads the answer"
 
 
 @pytest.mark.slow
 def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages):
-    process_groups(mesh).launches_first = True
+    session_of(mesh).launches_first = True
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     captured = compiled.binding.local_program.function
@@ -218,32 +222,33 @@ def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages):
     assert messages.begun == []
 
 
-def differ(groups) -> None:
+def differ(session) -> None:
     """Let the other rank have sent another digest, and its complement."""
-    record = groups.pending.question.records[0]
+    record = session.pending.records[0]
     record[0] ^= 1
     record[2] ^= 1
 
 
 def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, messages):
     """Ranks that did not do the same may wait for each other on the device, so all of them close their channels."""
-    groups = process_groups(mesh)
-    causes = []
-    agree(groups, "a step", (1, True), lambda values: "they differ", causes.append)
-    differ(groups)
+    session = session_of(mesh)
+    agree(session, "a step", (1, True), lambda values: "they differ", launches=True)
+    differ(session)
     with pytest.raises(RuntimeError, match="they differ"):
-        groups.settle()
-    assert groups.is_closed and causes == ["the ranks did not do the same in a step"]
+        session.settle()
+    assert session.is_closed
 
 
 def test_a_difference_is_read_before_a_save_waits_for_the_step(mesh, messages, monkeypatch):
     """Its messages may wait for each other forever, and the error says in what the ranks differ."""
-    groups = process_groups(mesh)
-    monkeypatch.setattr(type(groups), "timeout", 0.1)
+    session = session_of(mesh)
+    monkeypatch.setattr(type(session), "timeout", 0.1)
     leaf = torch.zeros(2)
-    agree(groups, "a step", 1, lambda values: "they differ", marker([leaf]))
-    differ(groups)
-    groups.in_flight.record(NeverDone())
+    in_flight = InFlight()
+    in_flight.record(NeverDone())
+    session.watcher = SimpleNamespace(failure="", in_flight=in_flight, fail=lambda text: None)
+    agree(session, "a step", 1, lambda values: "they differ", launches=True)
+    differ(session)
     with pytest.raises(RuntimeError, match="they differ"):
         check_ended([leaf], "save")
 
@@ -252,13 +257,13 @@ def test_a_rank_that_makes_another_call_leaves_those_that_have_launched_a_step(
     mesh, messages, store
 ):
     """Their kernels wait for this rank, which is in another call."""
-    groups = process_groups(mesh)
+    session = session_of(mesh)
     messages.bits_of_others = {4: 1, 5: 0}  # it launches a step
     text = "unshard: the ranks of the mesh do not make the same call. This rank has sent nothing"
     with pytest.raises(RuntimeError, match=text):
         agree_on_call(mesh, "unshard")
     assert store.get("note/1") == b"made another call, unshard"
-    assert groups.is_closed
+    assert session.is_closed
 
 
 def test_a_failure_before_the_channels_are_open_is_told_to_the_others(
@@ -271,19 +276,19 @@ def test_a_failure_before_the_channels_are_open_is_told_to_the_others(
 
     monkeypatch.setattr("ztrans.compiled.reserve", reserve)
     case = CASES["mlp_momentum"]
-    groups = process_groups(mesh)
+    session = session_of(mesh)
     step = zt.shard_params(mesh)(case.step)
     state = step.shard(case.state())
     with pytest.raises(MemoryError, match="no memory"):
         step(state, *slices(batches(case, 1)[0], RANKS)[1])
-    assert groups.is_closed
+    assert session.is_closed
     assert store.get("note/1") == b"failed in step 1 of step with MemoryError: no memory"
 
 
 @pytest.mark.slow
 def test_a_refused_replay_is_told_to_the_others(mesh, messages, store):
     """They have launched theirs, and no rank compares replays."""
-    process_groups(mesh).launches_first = True
+    session_of(mesh).launches_first = True
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
     trained(compiled, state, 1, case, messages)
@@ -292,7 +297,7 @@ def test_a_refused_replay_is_told_to_the_others(mesh, messages, store):
         compiled(copied, *slices(batches(case, 1)[0], RANKS)[1])
     note = store.get("note/1").decode()
     assert note.startswith("refused a step of step with ValueError: step: state leaf ")
-    assert process_groups(mesh).is_closed
+    assert session_of(mesh).is_closed
 
 
 def test_a_refused_call_is_told_to_the_others(mesh, messages, monkeypatch, store):

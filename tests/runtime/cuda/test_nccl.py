@@ -22,11 +22,12 @@ from ztrans.ir.collectives import reduce, rules
 from ztrans.ir.graph import Eqn, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.runtime import mesh
+from ztrans.runtime.channels import Channel
 from ztrans.runtime.collectives import Start, wait
+from ztrans.runtime.communicators import tuning_of
 from ztrans.runtime.cuda.hierarchical import HierarchicalStart
 from ztrans.runtime.cuda.nccl import StreamedStart, Transport
 from ztrans.runtime.cuda.streams import Streams
-from ztrans.runtime.process_groups import Channel, _tuning
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 DTYPES = [
@@ -383,8 +384,8 @@ def test_a_new_communicator_is_tuned_as_the_one_of_the_mesh():
     user.split_from = "the world"
     backend = SimpleNamespace(options=user)
     group = SimpleNamespace(_device_types=["cuda"], _get_backend=lambda device: backend)
-    tuned = _tuning(group, timedelta(seconds=5))
+    tuned = tuning_of(group, timedelta(seconds=5))
     assert vars(tuned) == vars(user) | {"split_from": None, "_timeout": timedelta(seconds=5)}
     assert tuned is not user
     backend.options = SimpleNamespace(_timeout=timedelta(seconds=5))
-    assert _tuning(group, None) is None, "gloo has no tuning"
+    assert tuning_of(group, None) is None, "gloo has no tuning"

@@ -43,9 +43,9 @@ from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.nccl import StreamedStart
 from ztrans.runtime.cuda.streams import Done, Streams, back_to_back_seconds
 from ztrans.runtime.cuda.symmetric import Times
-from ztrans.runtime.cuda.transport import choose_transport
 from ztrans.runtime.executable import bind
-from ztrans.runtime.process_groups import process_groups
+from ztrans.runtime.session import session_of
+from ztrans.runtime.transports import StreamTransports, choose_transport
 
 WORLD = 4
 CHAINS = {
@@ -78,7 +78,9 @@ def lowered(mesh, name, stage, chain=ALL, **options):
 def play(low, local, mesh, steps=2):
     """Run some steps of a program under the race checker, and return the checker."""
     with Races() as cuda:
-        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        program = bind(
+            low.graph, to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(cuda)))
+        )
         for _ in range(steps):
             outputs = program(local)
             del outputs
@@ -131,13 +133,15 @@ def test_the_state_may_be_written_when_a_step_returns(mesh, monkeypatch, waits):
     low, local = lowered(mesh, "mlp_momentum", 3, across, outputs="local")
     assert low.graph.carried
     with Races() as cuda:
-        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        program = bind(
+            low.graph, to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(cuda)))
+        )
         run = CarryingExecutable(program, low.graph, mesh)
         for _ in range(3):
             run(local)
             for x in local[: low.graph.num_state]:
                 x.mul_(1)
-    process_groups(mesh).carried = None
+    session_of(mesh).carried = None
     assert (cuda.races == []) == waits
 
 
@@ -146,11 +150,13 @@ def test_a_failure_between_two_steps_frees_no_gather_that_is_under_way(mesh):
     across = (zt.overlap_grads(), zt.prefetch(across_steps=True))
     low, local = lowered(mesh, "mlp_momentum", 3, across, outputs="local")
     with Races() as cuda:
-        program = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        program = bind(
+            low.graph, to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(cuda)))
+        )
         CarryingExecutable(program, low.graph, mesh)(local)
-        process_groups(mesh).close()  # as when another rank is lost
+        session_of(mesh).close()  # as when another rank is lost
         loaded = [torch.zeros(x.numel()) for x in local[: low.graph.num_state]]
-    process_groups(mesh).open()
+    session_of(mesh).open()
     assert loaded and cuda.races == []
 
 
@@ -313,7 +319,7 @@ def test_the_checker_reports_a_race_on_memory_read_through_addresses():
 @pytest.mark.slow
 def test_the_printed_program_names_the_transport_of_each_collective(mesh):
     low, _ = lowered(mesh, "gpt_adam", 3)
-    text = str(to_fx(low.graph, mesh, True, streams=Streams(Races())))
+    text = str(to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(Races()))))
     assert (
         "by=nccl all_gather (moves bytes" in text
         and "by=nccl reduce_scatter (reduces float32" in text
@@ -327,7 +333,7 @@ def test_a_profile_reads_events_on_compute_and_on_lanes(mesh, monkeypatch):
     monkeypatch.setattr("torch.accelerator.synchronize", lambda: None)
     low, local = lowered(mesh, "gpt_adam", 3)
     with Races() as cuda:
-        module = recorded(to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        module = recorded(to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(cuda))))
         module.record = Record("cuda", {})
         bind(low.graph, module)(local)
     times = module.record.times()
@@ -436,7 +442,9 @@ def raise_at(call, function):
 def races_after_a_failure(low, local, mesh) -> list[str]:
     """Run a step that fails, then allocate and write tensors, as a caller who goes on with a smaller batch."""
     with Races() as cuda:
-        run = bind(low.graph, to_fx(low.graph, mesh, True, streams=Streams(cuda)))
+        run = bind(
+            low.graph, to_fx(low.graph, mesh, True, transports=StreamTransports(Streams(cuda)))
+        )
         with pytest.raises(OutOfMemory):
             run(local)
         assert cuda.races == [], "the step itself has no race"
@@ -461,7 +469,7 @@ def test_a_step_that_fails_leaves_no_packing_behind(mesh, monkeypatch):
     low, local = lowered(mesh, "mlp_momentum", 3)
     with Races() as cuda:
         streams = Streams(cuda)
-        run = bind(low.graph, to_fx(low.graph, mesh, True, streams=streams))
+        run = bind(low.graph, to_fx(low.graph, mesh, True, transports=StreamTransports(streams)))
         with pytest.raises(OutOfMemory):
             run(local)
     assert streams.packed is None

@@ -23,12 +23,12 @@ from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
 from ztrans.ops.symmetric import allocate, has_native_atomics, in_one_process
-from ztrans.runtime import transport
+from ztrans.runtime import transports
+from ztrans.runtime.channels import Channel
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.collectives import channel as axis_channel
 from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda import symmetric
-from ztrans.runtime.cuda import transport as cuda_transport
 from ztrans.runtime.cuda.nccl import Transport
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.cuda.symmetric import (
@@ -45,8 +45,8 @@ from ztrans.runtime.cuda.symmetric import (
     on_all_ranks,
     spins_of,
 )
-from ztrans.runtime.cuda.transport import SymmetricStart, streamed_start
-from ztrans.runtime.process_groups import Channel
+from ztrans.runtime.cuda.symmetric_start import SymmetricStart
+from ztrans.runtime.transports import StreamTransports, Transports
 
 KIND = MessageKind(sums=False, gathers=True, wire=torch.float32, nbytes=1024)
 
@@ -313,15 +313,15 @@ def test_the_messages_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
     graph = zt.chain(shard, *schedule)(step).lower(state, x, cluster=cluster).graph
     channel, groups = eight_ranks()
     memory = FastCopies(Small())
-    streams = Streams(FakeCuda(), memory)
-    monkeypatch.setattr(cuda_transport, "everywhere", lambda value, mesh: [value] * 8)
+    by_streams = StreamTransports(Streams(FakeCuda(), memory))
+    monkeypatch.setattr(transports, "everywhere", lambda value, mesh: [value] * 8)
     monkeypatch.setattr(memory, "_check_links", lambda channel, from_all: None)
     starts = [eqn for eqn in graph.eqns if is_start(eqn)]
     messages = [(channel, eqn, graph.axes, 2) for eqn in starts]
-    cuda_transport.reserve_messages(mesh, messages, streams)
+    by_streams.reserve(mesh, messages)
     ways, largest = {}, Counter()
     for eqn in starts:
-        start = streamed_start(eqn, graph.axes, {"dp": 0}, channel, streams, lanes=2)
+        start = by_streams.start_module(eqn, graph.axes, {"dp": 0}, channel, lanes=2)
         wire = wire_dtype(eqn, eqn.ins[0])
         ways.setdefault((eqn.op.name, wire), set()).add(start.transport.way)
         nbytes = sum(buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs)))
@@ -382,7 +382,7 @@ def test_the_lanes_of_a_program_are_counted():
     scatter = reduce([term], ["g"], "dp", "sum", Split("dp"))
     eqns = (gathered(torch.float32, 8), gathered(torch.bfloat16, 8), scatter, own)
     graph = Graph("f", (w, term), eqns, (), 0, mesh=(("dp", 4),))
-    assert transport.lane_count(graph, None, None) == 3
+    assert transports.lane_count(graph, None, Transports()) == 3
 
 
 def without_room():
@@ -519,7 +519,7 @@ def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
     assert "all_gather" in str(lowered.to_fx())
     source = Local()
     streams = Streams(FakeCuda(), SymmetricMemory(source))
-    text = str(to_fx(lowered.graph, mesh, streams=streams))
+    text = str(to_fx(lowered.graph, mesh, transports=StreamTransports(streams)))
     assert "no symmetric memory: not tried, because this rank alone has made the program" in text
     assert source.sizes == []
 
@@ -553,5 +553,5 @@ def test_a_message_that_symmetric_memory_cannot_carry_leaves_it_to_others():
         messages.append((SimpleNamespace(hosts=Hosts(2)), gather, {"dp": 2}, 1))
     reserved = []
     memory = SimpleNamespace(reserve=lambda kinds, everywhere: reserved.extend(kinds))
-    cuda_transport.reserve_messages(None, messages, SimpleNamespace(symmetric=memory))
+    StreamTransports(SimpleNamespace(symmetric=memory)).reserve(None, messages)
     assert [kind.wire for _, kind in reserved] == [torch.float32]

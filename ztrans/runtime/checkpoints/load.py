@@ -22,8 +22,7 @@ from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
 from ...ir.printer import first_names
 from ..agreement import Failure, agree, everywhere
-from ..failure import interrupts_end, rank_names
-from ..process_groups import process_groups
+from ..session import leave_if_cut_off, rank_names, session_of
 from ..state import mesh_of_state
 from . import folder
 from .save import is_model_file, wait_for_saves
@@ -62,7 +61,7 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
     path = Path(path).absolute()
     leaves_by_name = named_leaves(like)
     leaves, tree = pytree.tree_flatten(like)
-    with interrupts_end(getattr(step, "mesh", None), "load"):
+    try:
         wait_for_saves()
         # The step lays out a state without values, into which each rank then reads its parts.
         blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
@@ -75,6 +74,9 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
             checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
         new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
         return pytree.tree_unflatten(new_leaves, tree)
+    except BaseException as error:
+        leave_if_cut_off(getattr(step, "mesh", None), "load", error)
+        raise
 
 
 class _Checkpoint:
@@ -165,10 +167,10 @@ def _agreed_checkpoint(
         if mesh is not None:
             failure = Failure("load", f"{type(error).__name__}: {error}")
             with contextlib.suppress(RuntimeError):  # the error of this rank is more specific
-                agree(process_groups(mesh), "load", failure, lambda by_rank: "")
+                agree(session_of(mesh), "load", failure, lambda by_rank: "")
         raise
     if mesh is not None:
-        agree(process_groups(mesh), "load", checkpoint.digest, _different_checkpoints)
+        agree(session_of(mesh), "load", checkpoint.digest, _different_checkpoints)
     return checkpoint
 
 

@@ -32,10 +32,11 @@ from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor, mesh_axes
-from ..agreement import agree, different_steps, everywhere, from_first
-from ..failure import check_ended, quitting_after_loss, rank_names, steps_of
-from ..process_groups import Channel, process_groups
+from ..agreement import agree, different_steps, from_first
+from ..channels import Channel
+from ..failure import check_ended, steps_of
 from ..replicas import different_leaf, digest
+from ..session import rank_names, session_of
 from ..state import mesh_of_state
 from . import folder
 
@@ -82,7 +83,7 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     mesh = mesh_of_state(leaves)
     channel = None
     nonce = secrets.token_hex(4)
-    if mesh is not None and not process_groups(mesh).is_alone:
+    if mesh is not None and not session_of(mesh).is_alone:
         channel = _agreed_channel(target, tensors, steps_of(leaves), mesh)
         nonce = from_first(nonce, mesh)
     writer = FolderWriter(target, nonce)
@@ -148,12 +149,12 @@ def _agreed_channel(
             f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
         )
 
-    agree(process_groups(mesh), "save", (str(target), steps, digests), explain)
-    groups = process_groups(mesh)
-    if any(everywhere(groups.saves.is_closed or groups.saves.is_broken, mesh)):
-        with quitting_after_loss(groups, "save"):
-            groups.reopen(groups.saves)
-    return groups.saves
+    session = session_of(mesh)
+    agree(session, "save", (str(target), steps, digests), explain)
+    if any(session.from_all(session.saves.is_closed or session.saves.is_broken)):
+        with session.leaving("save"):
+            session.reopen(session.saves)
+    return session.saves
 
 
 def _different_paths(paths: Mapping[str, Sequence[int]]) -> str:

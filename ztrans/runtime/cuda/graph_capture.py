@@ -25,7 +25,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,7 +36,9 @@ from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
-from ..executable import StepExecutable
+
+if TYPE_CHECKING:
+    from ..executable import StepExecutable
 
 # The arguments that kernels of fused optimizers read on the device. They take all others by value.
 _READ_ON_DEVICE = ("lr", "scale", "grad_scale", "found_inf")

@@ -20,7 +20,7 @@ import torch
 
 from ... import ops
 from ...ir.routes import share_of_exchange
-from ..process_groups import Channel
+from ..channels import Channel
 from .nccl import PackedMessage, StreamedStart, all_to_all, rounds
 
 

@@ -32,8 +32,8 @@ from ... import ops
 from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
+from ..channels import Channel
 from ..collectives import REDUCE_OPS, Future, Member, Start
-from ..process_groups import Channel
 from .streams import Done, Streams
 
 # What carries a collective. Terms that NCCL must not reduce are exchanged by all_to_all, or all "terms" are gathered.

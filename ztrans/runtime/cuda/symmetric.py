@@ -42,8 +42,8 @@ from ...ops.symmetric import (
     has_native_atomics,
     in_one_process,
 )
+from ..channels import Channel
 from ..collectives import all_gather, message_groups
-from ..process_groups import Channel
 from .copies import exchange_by_copies, gather_by_copies
 from .nccl import all_to_all
 from .streams import back_to_back_seconds

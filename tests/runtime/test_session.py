@@ -1,4 +1,4 @@
-"""The process groups of a mesh, in a world whose other ranks do not exist."""
+"""The session of a mesh, in a world whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.worlds import batches, fake_mesh, slices
 from ztrans.compiled import _check_room
 from ztrans.planning.limit import DoesNotFit
 from ztrans.runtime.agreement import agree_on_call
-from ztrans.runtime.cuda.connect import connect
-from ztrans.runtime.failure import quit_with_note
+from ztrans.runtime.channels import LostRank
+from ztrans.runtime.communicators import connect
 from ztrans.runtime.mesh import _end
-from ztrans.runtime.process_groups import LostRank, all_process_groups, process_groups
+from ztrans.runtime.session import all_sessions, session_of
 
 REDUCTIONS = "all_reduce", "reduce_scatter_single", "all_gather_single"
 
@@ -35,29 +35,29 @@ def mesh():
 @pytest.mark.parametrize("purpose", ["gathers", "reductions"])
 def test_after_a_failed_step_messages_go_through_a_new_group(mesh, purpose):
     """Other ranks may still wait in the old one for messages that this rank has not sent."""
-    groups = process_groups(mesh)
-    channel = groups.channel("dp", purpose)
+    session = session_of(mesh)
+    channel = session.channel("dp", purpose)
     before = channel.group
     assert before is not mesh.get_group(), "the user's own group cannot be closed"
-    groups.close()
+    session.close()
     assert channel.is_closed
-    groups.open()
-    assert groups.channel("dp", purpose) is channel
+    session.open()
+    assert session.channel("dp", purpose) is channel
     assert channel.group is not before and channel.group is not mesh.get_group()
 
 
 def test_a_process_whose_last_step_failed_destroys_no_groups_at_its_end(mesh, monkeypatch):
     """To destroy a communicator, NCCL waits for the messages that the other ranks have not sent."""
-    groups = process_groups(mesh)
-    assert groups in all_process_groups()
+    session = session_of(mesh)
+    assert session in all_sessions()
     # Closed meshes of other tests, which tracebacks keep, and an error of theirs, have not failed here.
-    monkeypatch.setattr("ztrans.runtime.mesh.all_process_groups", lambda: [groups])
+    monkeypatch.setattr("ztrans.runtime.mesh.all_sessions", lambda: [session])
     monkeypatch.delattr(sys, "last_type", raising=False)
-    groups.channel("dp", "gathers")
-    groups.close()
+    session.channel("dp", "gathers")
+    session.close()
     _end(os.getpid())
     assert dist.is_initialized()
-    groups.open()
+    session.open()
     _end(os.getpid())
     assert not dist.is_initialized()
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
@@ -65,7 +65,7 @@ def test_a_process_whose_last_step_failed_destroys_no_groups_at_its_end(mesh, mo
 
 def test_over_nccl_no_process_destroys_groups_at_its_end(mesh, monkeypatch):
     """Nothing shows that sys.exit has ended this program, while the other ranks are inside a collective."""
-    process_groups(mesh).channel("dp", "gathers")
+    session_of(mesh).channel("dp", "gathers")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     _end(os.getpid())
     assert dist.is_initialized()
@@ -78,7 +78,7 @@ def test_a_channel_has_one_backend_however_that_of_the_world_is_named(backend):
         dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    channel = process_groups(mesh).channel("dp", "reductions")
+    channel = session_of(mesh).channel("dp", "reductions")
     assert channel.is_gloo
     dist.destroy_process_group()
 
@@ -89,9 +89,9 @@ def test_after_a_failed_step_a_batch_may_have_a_size_that_is_new(mesh):
     step = zt.chain(zt.shard_params(mesh), zt.overlap_grads(), zt.prefetch())(case.step)
     batch, smaller = (slices(batches(case, 1)[0], ranks)[1] for ranks in (4, 8))
     state, _ = step(step.shard(case.state()), *batch)
-    process_groups(mesh).close()
+    session_of(mesh).close()
     step(state, *smaller)
-    assert not process_groups(mesh).is_closed
+    assert not session_of(mesh).is_closed
 
 
 def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
@@ -100,13 +100,13 @@ def test_two_meshes_of_the_same_ranks_have_notes_of_their_own(mesh):
     flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "fsdp"))
     store = dist.HashStore()
     for each in (mesh, other, flat):
-        process_groups(each).is_alone = False
-        process_groups(each)._root_store = lambda: store
-    before = process_groups(mesh).store()
-    quit_with_note(process_groups(mesh), "failed")
+        session_of(each).is_alone = False
+        session_of(each)._root_store = lambda: store
+    before = session_of(mesh).store()
+    session_of(mesh).leave("failed")
     assert before.check(["note/1"])
-    assert not process_groups(other).store().check(["note/1"])
-    assert not process_groups(flat).store().check(["note/1"])
+    assert not session_of(other).store().check(["note/1"])
+    assert not session_of(flat).store().check(["note/1"])
 
 
 def test_a_rank_that_does_not_come_to_open_a_channel_is_lost(mesh, monkeypatch):
@@ -114,8 +114,8 @@ def test_a_rank_that_does_not_come_to_open_a_channel_is_lost(mesh, monkeypatch):
         raise dist.DistStoreError("wait timeout after 6000ms")
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    groups = process_groups(mesh)
-    groups.is_alone = False
+    session = session_of(mesh)
+    session.is_alone = False
     with pytest.raises(LostRank, match=r"has lost other ranks of the mesh(.|\n)*wait timeout"):
         agree_on_call(mesh, "shard")
 
@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_to_open_a_channel_is_lost(mesh, monkeypatch):
 def test_an_error_of_a_connection_is_a_lost_rank(mesh, error):
     with (
         pytest.raises(LostRank, match=str(error)),
-        process_groups(mesh).channel("dp", "gathers").errors(),
+        session_of(mesh).channel("dp", "gathers").errors(),
     ):
         raise error
 
@@ -146,7 +146,7 @@ def test_an_error_of_a_connection_is_a_lost_rank(mesh, error):
 )
 def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, error):
     """Else the other ranks would be searched for what has happened here."""
-    channel = process_groups(mesh).channel("dp", "gathers")
+    channel = session_of(mesh).channel("dp", "gathers")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"cuda:{backend}")
     with pytest.raises(type(error)) as raised, channel.errors():
         raise error
@@ -161,7 +161,7 @@ def test_an_error_of_this_rank_stays_what_it_is(mesh, monkeypatch, backend, erro
     ],
 )
 def test_an_error_of_nccl_about_memory_is_of_this_rank(mesh, text):
-    channel = process_groups(mesh).channel("dp", "reductions")
+    channel = session_of(mesh).channel("dp", "reductions")
     with pytest.raises(torch.OutOfMemoryError) as raised, channel.errors():
         raise dist.DistBackendError(text)
     assert "NCCL finds no memory on the GPU of rank 1 for reductions over dp: NCCL error" in str(
@@ -206,14 +206,14 @@ def test_a_communicator_connects_when_it_is_opened(mesh, monkeypatch, purpose, h
 @pytest.mark.parametrize("is_nccl", [False, True])
 def test_only_groups_of_nccl_connect(mesh, monkeypatch, is_nccl):
     opened = []
-    groups = process_groups(mesh)
-    groups.is_alone = False
-    groups._host_names = dict.fromkeys(range(4), ("one host",))
-    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: is_nccl)
+    session = session_of(mesh)
+    session.is_alone = False
+    session._host_names = dict.fromkeys(range(4), ("one host",))
+    monkeypatch.setattr("ztrans.runtime.session.is_nccl", lambda group: is_nccl)
     note = lambda group, purpose, hosts: opened.append((purpose, hosts))
-    monkeypatch.setattr("ztrans.runtime.process_groups.connect", note)
-    groups.channel("dp", "gathers")
-    groups.channel("dp", "reductions")
+    monkeypatch.setattr("ztrans.runtime.session.connect", note)
+    session.channel("dp", "gathers")
+    session.channel("dp", "reductions")
     assert opened == [("gathers", 1), ("reductions", 1)] * is_nccl
 
 
@@ -240,14 +240,14 @@ def test_a_step_must_fit_in_what_nccl_has_left_on_every_gpu(mesh, monkeypatch, u
 def test_a_part_of_a_world_that_is_bound_to_devices_is_refused(mesh, monkeypatch, ranks):
     """Its ranks would wait for the others, which do not make the groups of the mesh."""
     part = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("tp",))
-    monkeypatch.setattr("ztrans.runtime.process_groups._is_nccl", lambda group: True)
-    process_groups(mesh)
+    monkeypatch.setattr("ztrans.runtime.communicators.is_nccl", lambda group: True)
+    session_of(mesh)
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     if ranks == 4:
-        assert process_groups(part).ranks == (0, 1, 2, 3)
+        assert session_of(part).ranks == (0, 1, 2, 3)
         return
     with pytest.raises(RuntimeError) as error:
-        process_groups(part)
+        session_of(part)
     text = str(error.value)
     assert "the mesh has 2 of the 4 ranks of the world, and init_process_group was given a" in text
     assert text.endswith("and call init_process_group without device_id.")
