@@ -575,10 +575,12 @@ class _Simulation:
         for at this place, they share launches with the updates of these. `reductions` begin with the one that arrives
         at `end`.
         """
+        earlier = self.updates.runnable(place)
+        if not earlier:
+            return True  # there is nothing to run, and nothing to share
         # The updates run before a second reduction is sent in any case, so they share no launches after it.
         without_second = takewhile(lambda reduction: reduction.load.second is None, reductions)
         members = chain.from_iterable(reduction.load.members for reduction in without_second)
-        earlier = self.updates.runnable(place)
         later = self.updates.runnable_after(members, place)
         seconds_of = self.problem.update_seconds
         earlier_seconds = seconds_of(earlier)
