@@ -1,4 +1,4 @@
-"""A collective owns its rules. A new one is a class like the one below, and rows in two tables (planning, runtime)."""
+"""A collective owns its rules. A new one is a class like the one below, and a row in a table of the runtime."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ztrans.ir import collectives
 from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    COLLECTIVES,
     LARGE_MEMBER,
     REDUCE_SCATTER,
     SHARD,
@@ -33,10 +34,10 @@ from ztrans.ir.graph import Eqn, Graph, Partial, Primitive, Provenance, Split, V
 from ztrans.ir.liveness import liveness
 from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from ztrans.ir.pairing import pair
+from ztrans.ir.rules import Kind
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
-from ztrans.planning.durations import UNPACKING
 from ztrans.planning.make_plan import make_plan
 from ztrans.planning.simulate import simulate
 from ztrans.runtime.codegen import EMITTERS, to_fx
@@ -53,6 +54,7 @@ PRIMITIVES = (*STARTS, WAIT, SHARD, GRADIENT, PMEAN, PSUM, *MICRO_MARKS, *OF_COP
 class Broadcast(Start):
     """The rules of a new collective, which sends the value of the first rank of an axis to every rank."""
 
+    kind = Kind("broadcast")
     moves = True
     lane = "gather"
 
@@ -210,7 +212,10 @@ def test_every_primitive_has_rows_in_the_tables():
     assert set(EMITTERS) == set(PRIMITIVES) - set(
         MICRO_MARKS
     )  # `parts` replaces these before code is generated
-    assert set(UNPACKING) == set(STARTS)
+    assert set(COLLECTIVES) == {p.name for p in STARTS}
+    for kind, rule in COLLECTIVES.items():
+        example = rule.example("dp", 8)
+        assert example.op.name == kind == rules(example).kind.name
     assert all(is_start(Eqn(p, (), ())) == (p in STARTS) for p in PRIMITIVES)
     assert len({p.name for p in PRIMITIVES}) == len(PRIMITIVES)
 

@@ -329,7 +329,7 @@ def test_on_one_host_a_message_takes_the_seconds_of_the_link_inside():
 def test_the_first_level_is_a_message_for_several_hosts():
     """Three exchanges of the terms for four hosts, as the memory of a plain exchange has room for."""
     graph = SimpleNamespace(axes={"dp": 32})
-    first, second = transfers(reduced(BF16), "dp", graph, TWO_HOSTS)
+    first, second = transfers(reduced(BF16), graph, TWO_HOSTS)
     assert first.latency == 3 * LINKS["nvlink4"].seconds("reduce_scatter", 1, 8)[0]
     assert second.latency == LINKS["infiniband"].seconds("reduce_scatter", 1, 4)[0]
 

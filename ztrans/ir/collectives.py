@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -38,11 +38,21 @@ from .graph import (
     substitute,
     value_of_future,
 )
-from .layout import chunk, cut, on_axis, split_over, without
+from .layout import bytes_on_first_rank, chunk, cut, on_axis, split_over, without
 from .op_facts import CAST
 from .rewriter import Rewriter
-from .rules import Axes, Memberwise, Rules, Sizes, Wait
-from .user_collectives import USER_START, USER_WAIT, collective_name
+from .rules import (
+    ALL_GATHERS,
+    ALL_REDUCES,
+    REDUCE_SCATTERS,
+    Axes,
+    Kind,
+    Memberwise,
+    Rules,
+    Sizes,
+    Wait,
+)
+from .user_collectives import user_rules
 
 # The most ranks of a gather over gloo that send their parts to all others. Among more, gloo's own gather needs fewer
 # messages.
@@ -114,15 +124,14 @@ def is_sent_alone(eqn: Eqn, index: int, sizes: Sizes) -> bool:
 
 
 class Start(Memberwise):
-    """Rules of an equation that starts a collective: its results are futures, and other ranks take part.
-
-    Attributes:
-        crossings: how many times a rank receives a whole value: once in a gather, twice in an all_reduce.
-    """
+    """Rules of an equation that starts a collective: its results are futures, and other ranks take part."""
 
     starts = True
     packs = True
-    crossings: ClassVar[int] = 1
+
+    def example(self, axis: str, elements: int) -> Eqn:
+        """A collective of one vector, which `calibrate` measures."""
+        raise NotImplementedError
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         if eqn.provenance is None:
@@ -161,7 +170,7 @@ class Start(Memberwise):
         ranks = sizes[self.axis(eqn)]
         total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
         # A rank has its own part already.
-        return total * (ranks - 1) * self.crossings // ranks
+        return total * (ranks - 1) * self.kind.crossings // ranks
 
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         total = 0
@@ -183,6 +192,11 @@ class Gather(Start):
 
     moves = True
     lane = "gather"
+    kind = ALL_GATHERS
+    unpacking_per_byte = 2
+
+    def example(self, axis: str, elements: int) -> Eqn:
+        return all_gather([_vector(elements, Split(axis))], ["y"], axis)
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         axis = self.axis(eqn)
@@ -206,6 +220,10 @@ class Gather(Start):
         if len(small) < 2:  # a single small member is received where its value stays
             return 0
         return sum(buffer_bytes(eqn, k, sizes) for k in small)
+
+    def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The members that are packed together are copied out of their buffer."""
+        return 2 * self.unpacked_bytes(eqn, sizes)
 
 
 class Reduction(Start):
@@ -247,6 +265,12 @@ class Reduction(Start):
 class ReduceScatter(Reduction):
     """Rules of reduce_scatter. A rank receives its shard of every other rank's term, and reduces these shards."""
 
+    kind = REDUCE_SCATTERS
+    unpacking_per_byte = 1
+
+    def example(self, axis: str, elements: int) -> Eqn:
+        return reduce([_vector(elements, Partial(axis, "sum"))], ["y"], axis, "sum", Split(axis))
+
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         total = self.total(eqn, index, terms)
         split = split_over(eqn.results[index], self.axis(eqn))
@@ -271,6 +295,10 @@ class ReduceScatter(Reduction):
         ranks = sizes[self.axis(eqn)]
         return buffer_bytes(eqn, index, sizes) * (ranks - 1) // ranks
 
+    def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The terms of all ranks are read, and their sums are written."""
+        return sum(bytes_on_first_rank(v, sizes) for v in (*eqn.ins, *eqn.results))
+
 
 class AllReduce(Reduction):
     """Rules of all_reduce.
@@ -281,7 +309,10 @@ class AllReduce(Reduction):
     whole terms of a short message are exchanged (see `routes`), but it is charged like a long one.
     """
 
-    crossings = 2
+    kind = ALL_REDUCES
+
+    def example(self, axis: str, elements: int) -> Eqn:
+        return reduce([_vector(elements, Partial(axis, "sum"))], ["y"], axis, "sum", None)
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The total, rounded to the dtype of the wire, in which its parts are gathered."""
@@ -347,12 +378,27 @@ def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
     return member == result or are_floats or are_complex
 
 
-ALL_GATHER = Primitive("all_gather", Gather())
-REDUCE_SCATTER = Primitive("reduce_scatter", ReduceScatter())
-ALL_REDUCE = Primitive("all_reduce", AllReduce())
+def _vector(elements: int, placement: Split | Partial) -> Var:
+    return Var("x", torch.float32, (elements,), (placement,))
+
+
+# The collectives that transforms place. To add one, add its rules here, its call over gloo to `runtime/collectives.py`,
+# and its call over NCCL to `runtime/cuda/nccl.py`.
+_ROWS = (Gather(), ReduceScatter(), AllReduce())
+COLLECTIVES: Mapping[str, Start] = {row.kind.name: row for row in _ROWS}
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = map(Primitive, COLLECTIVES, COLLECTIVES.values())
 WAIT = Primitive("wait", Wait())
 SHARD = Primitive("shard", Shard())
 _ORDINARY = Rules()
+
+
+def kind_named(name: str) -> Kind:
+    """The kind of messages with a name, of a collective of `COLLECTIVES` or another one that users call.
+
+    >>> kind_named("all_reduce").crossings, kind_named("all_to_all").crossings
+    (2, 1)
+    """
+    return COLLECTIVES[name].kind if name in COLLECTIVES else Kind(name)
 
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn: Any) -> Eqn:
@@ -415,10 +461,7 @@ def rules(eqn: Eqn) -> Rules:
 def _rules(op: Any) -> Rules:
     if isinstance(op, Primitive):
         return op.rules
-    name = collective_name(op)
-    if name == "wait_tensor":
-        return USER_WAIT
-    return USER_START if name else _ORDINARY
+    return user_rules(op) or _ORDINARY
 
 
 def is_start(eqn: Eqn) -> bool:

@@ -12,13 +12,12 @@ Copies in the same direction share a queue. A copy reads its source until the wa
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .graph import Eqn, MemoryKind, Primitive, Provenance, Var, value_of_future
-from .layout import local_shape
-from .rules import Memberwise, Sizes, Wait
+from .layout import bytes_on_first_rank
+from .rules import Kind, Memberwise, Sizes, Wait
 
 # A copy has this in its provenance and in the name of its queue, where a collective has its mesh axis.
 LINK = "host"
@@ -56,14 +55,16 @@ class Copy(Memberwise):
         return True
 
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
-        first_rank = dict.fromkeys(sizes, 0)
-        out = eqn.results[index]
-        return math.prod(local_shape(out, sizes, first_rank)) * out.dtype.itemsize
+        return bytes_on_first_rank(eqn.results[index], sizes)
+
+    def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        return self.received_bytes(eqn, 0, sizes)
 
 
 class ToHost(Copy):
     """Rules of to_host."""
 
+    kind = Kind("to_host", touched=1.0)  # it reads the memory of the device
     lane = "out"
     source: ClassVar[MemoryKind] = "device"
     target: ClassVar[MemoryKind] = "host"
@@ -72,6 +73,7 @@ class ToHost(Copy):
 class ToDevice(Copy):
     """Rules of to_device."""
 
+    kind = Kind("to_device", touched=1.0)  # it writes the memory of the device
     lane = "in"
     source: ClassVar[MemoryKind] = "host"
     target: ClassVar[MemoryKind] = "device"

@@ -10,6 +10,7 @@ padded to c rows; between steps nothing is padded. A leaf with fewer rows than h
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -127,6 +128,12 @@ def local_shape(
         if isinstance(split, Split):
             shape[split.dim] = part(shape[split.dim], sizes[split.axis], coordinates[split.axis])[1]
     return tuple(shape)
+
+
+def bytes_on_first_rank(var: Var, sizes: Mapping[str, int]) -> int:
+    """The bytes of `var` on the first rank, whose part is the largest."""
+    shape = local_shape(var, sizes, dict.fromkeys(sizes, 0))
+    return math.prod(shape) * var.dtype.itemsize
 
 
 def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ lists what else a new collective needs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -24,6 +24,28 @@ Axes = frozenset[str]
 INVARIANT: Axes = frozenset()
 
 
+class Kind(NamedTuple):
+    """A kind of messages: what they cost, whether a transform or the user's step sends them.
+
+    Attributes:
+        name: the name by which a link has its figures for this kind.
+        crossings: how many times a rank receives a whole value.
+        touched: the bytes of memory that are read and written for each byte that a rank receives. By default, a message
+            reads what it sends and writes what it receives.
+    """
+
+    name: str
+    crossings: int = 1
+    touched: float = 2.0
+
+
+# In a ring, a gather writes each received byte, and reads it to pass it on. A reduction reads the rank's own term and
+# the received sum, and writes the new sum. An all_reduce is a reduction followed by a gather.
+ALL_GATHERS = Kind("all_gather")
+REDUCE_SCATTERS = Kind("reduce_scatter", touched=3.0)
+ALL_REDUCES = Kind("all_reduce", crossings=2, touched=2.5)
+
+
 class Rules:
     """The rules of an ordinary operation of PyTorch.
 
@@ -36,6 +58,9 @@ class Rules:
         moves: it moves elements without computing, so a cast may stand before or after it with the same result.
         over_all_micro_batches: its results belong to all micro-batches (see `marks`), and do not differ between them.
         lane: the kind of its queue. Each mesh axis has one queue of each kind (see `collectives.lane`).
+        kind: what its message costs.
+        unpacking_per_byte: an estimate of `unpacking_traffic` for each byte that a rank receives, for a plan, which has
+            yet to decide which members share a message.
     """
 
     starts: ClassVar[bool] = False
@@ -46,6 +71,8 @@ class Rules:
     moves: ClassVar[bool] = False
     over_all_micro_batches: ClassVar[bool] = False
     lane: ClassVar[str | None] = None
+    kind: Kind = Kind("none")
+    unpacking_per_byte: ClassVar[int] = 0
 
     @property
     def remote(self) -> bool:
@@ -123,6 +150,10 @@ class Rules:
 
         They are copied out of it: on a GPU as soon as they arrive, on a CPU at the wait for the first of them.
         """
+        return 0
+
+    def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The bytes that are read and written to turn the received bytes into values."""
         return 0
 
 

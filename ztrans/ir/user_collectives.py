@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,50 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import ops
 from .axes import axis_of_group, members, submesh
 from .graph import Eqn, Graph, Layout, Partial, Split, Var
-from .layout import mesh_axes
-from .rules import Axes, Memberwise
+from .layout import bytes_on_first_rank, mesh_axes
+from .rules import ALL_GATHERS, ALL_REDUCES, REDUCE_SCATTERS, Axes, Kind, Memberwise, Sizes
 from .source import where
 
 _NAMESPACE = "_c10d_functional::"
-_ELEMENTWISE = ("all_reduce", "broadcast", "wait_tensor")
-_SAME_EVERYWHERE = ("all_reduce", "all_gather_into_tensor", "broadcast")
-_SCATTERS = ("reduce_scatter_tensor", "all_to_all_single")
 
 
-@functools.cache
-def collective_name(op: Any) -> str:
-    """The name of a functional collective of PyTorch, such as `wait_tensor`; empty for any other operation.
-
-    Collectives of one tensor and of several tensors have the same name.
-    """
-    name = getattr(getattr(op, "_schema", None), "name", "")
-    if not name.startswith(_NAMESPACE):
-        return ""
-    return name.removeprefix(_NAMESPACE).removesuffix("_coalesced")
-
-
-def is_user_collective(eqn: Eqn) -> bool:
-    """Whether the equation is a collective of the user's own step, or a wait for one."""
-    return collective_name(eqn.op) != ""
-
-
-def is_user_start(eqn: Eqn) -> bool:
-    """Whether the equation starts a collective of the user's own step."""
-    return is_user_collective(eqn) and not is_user_wait(eqn)
-
-
-def is_user_wait(eqn: Eqn) -> bool:
-    """Whether the equation waits for a collective of the user's own step."""
-    return collective_name(eqn.op) == "wait_tensor"
-
-
-def scatters(eqn: Eqn) -> bool:
-    """Whether the equation is a collective of the user's step with another result on each rank."""
-    return collective_name(eqn.op) in _SCATTERS
-
-
+@dataclass(frozen=True, eq=False)
 class UserStart(Memberwise):
-    """Rules of a collective of the user's own step."""
+    """Rules of a collective of the user's own step.
+
+    Attributes:
+        kind: what its message costs; its name says what it computes.
+        elementwise: it accepts parts, because it computes each element alone.
+        is_equal: the result is equal on all ranks of the axis.
+        scatters: each rank gets another part.
+    """
+
+    kind: Kind
+    elementwise: bool = False
+    is_equal: bool = False
+    scatters: bool = False
 
     starts = True
     lane = "(step)"
@@ -70,24 +49,22 @@ class UserStart(Memberwise):
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         axes = super().varies(eqn, axes_of)
-        if collective_name(eqn.op) in _SAME_EVERYWHERE:
-            # The result is equal on all ranks of the axis. A joint axis stands for all of its members.
-            return axes - {*members(self.axis(eqn))}
-        return axes
+        # A joint axis stands for all of its members.
+        return axes - {*members(self.axis(eqn))} if self.is_equal else axes
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         options = eqn.args[1:-1]
         ranks = len(terms)
-        match collective_name(eqn.op):
+        match self.kind.name:
             case "all_reduce":
                 return [_total(options[0], terms)] * ranks
-            case "reduce_scatter_tensor":
+            case "reduce_scatter":
                 return [part.clone() for part in _total(options[0], terms).chunk(ranks)]
-            case "all_gather_into_tensor":
+            case "all_gather":
                 return [torch.cat(list(terms))] * ranks
             case "broadcast":
                 return [terms[options[0]]] * ranks
-            case "all_to_all_single":
+            case "all_to_all":
                 # Each rank sends parts of the sizes in options[1]. All ranks run one program, so they have equal sizes.
                 parts_of_rank = [term.split(options[1]) for term in terms]
                 return [torch.cat(received) for received in zip(*parts_of_rank)]
@@ -99,18 +76,68 @@ class UserStart(Memberwise):
                     f"(all_to_all, broadcast)."
                 )
 
+    def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        sent = sum(bytes_on_first_rank(v, sizes) for v in eqn.ins)
+        received = sum(bytes_on_first_rank(v, sizes) for v in eqn.results)
+        ranks = sizes[self.axis(eqn)]
+        return max(sent, received) * (ranks - 1) * self.kind.crossings // ranks
+
 
 class UserWait(Memberwise):
     """Rules of the wait for a collective of the user's own step: it returns its argument."""
 
     waits = True
+    elementwise = True
 
     def shares_storage(self, eqn: Eqn) -> bool:
         return True
 
 
-USER_START = UserStart()
-USER_WAIT = UserWait()
+# The collectives that a step may call, by their names in PyTorch.
+_STARTS = {
+    "all_reduce": UserStart(ALL_REDUCES, elementwise=True, is_equal=True),
+    "reduce_scatter_tensor": UserStart(REDUCE_SCATTERS, scatters=True),
+    "all_gather_into_tensor": UserStart(ALL_GATHERS, is_equal=True),
+    "broadcast": UserStart(Kind("broadcast"), elementwise=True, is_equal=True),
+    "all_to_all_single": UserStart(Kind("all_to_all"), scatters=True),
+}
+_WAIT = UserWait()
+
+
+@functools.cache
+def user_rules(op: Any) -> UserStart | UserWait | None:
+    """The rules of a functional collective of PyTorch, or of the wait for one; None for any other operation.
+
+    Collectives of one tensor and of several tensors have the same rules.
+    """
+    name = getattr(getattr(op, "_schema", None), "name", "")
+    if not name.startswith(_NAMESPACE):
+        return None
+    name = name.removeprefix(_NAMESPACE).removesuffix("_coalesced")
+    if name == "wait_tensor":
+        return _WAIT
+    return _STARTS.get(name) or UserStart(Kind(name))
+
+
+def is_user_collective(eqn: Eqn) -> bool:
+    """Whether the equation is a collective of the user's own step, or a wait for one."""
+    return user_rules(eqn.op) is not None
+
+
+def is_user_start(eqn: Eqn) -> bool:
+    """Whether the equation starts a collective of the user's own step."""
+    return isinstance(user_rules(eqn.op), UserStart)
+
+
+def is_user_wait(eqn: Eqn) -> bool:
+    """Whether the equation waits for a collective of the user's own step."""
+    return isinstance(user_rules(eqn.op), UserWait)
+
+
+def scatters(eqn: Eqn) -> bool:
+    """Whether the equation is a collective of the user's step with another result on each rank."""
+    row = user_rules(eqn.op)
+    return isinstance(row, UserStart) and row.scatters
 
 
 def _total(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -127,7 +154,8 @@ def accepted_layouts(eqn: Eqn, layouts: Sequence[Layout]) -> list[Layout]:
         eqn: the collective.
         layouts: the layouts of its arguments.
     """
-    if collective_name(eqn.op) not in _ELEMENTWISE:
+    row = user_rules(eqn.op)
+    if row is None or not row.elementwise:
         return [() for _ in layouts]
     axes = set(members(eqn.args[-1])) if _names_group(eqn) else set()
 

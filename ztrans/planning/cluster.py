@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ir.axes import members, neighbour_count, neighbours, whole_axis
-from ..ir.collectives import rules
+from ..ir.collectives import kind_named, rules
 from ..ir.graph import Eqn
 from ..ir.routes import HIERARCHICAL, RING, Hosts, Route, route_of
 from .devices import CPU, DEVICES, H100, Device
@@ -78,10 +78,9 @@ class Link:
 
         transfer = received / (self.bandwidth * dict(self.efficiency).get(kind, 1.0))
         ring = self.hop * (hosts - 1) + ring_inside
-        if kind != "all_reduce":
-            return [(latency + ring, transfer)]
-        ways = [(latency + 2 * ring, transfer)]
-        if self.tree:
+        crossings = kind_named(kind).crossings
+        ways = [(latency + crossings * ring, transfer)]
+        if self.tree and crossings == 2:
             levels = math.ceil(math.log2(max(hosts, 1)))
             tree = self.hop * levels + chain_inside
             ways.append((latency + 2 * tree, transfer / self.tree))

@@ -21,19 +21,6 @@ class Transfer(NamedTuple):
     bytes: float  # read and written in the memory of a rank
 
 
-# The bytes of memory that a message reads and writes for each byte that a rank receives. In a ring, a gather writes
-# each received byte, and reads it to pass it on. A reduction reads the rank's own term and the received sum, and writes
-# the new sum. An all_reduce is a reduction followed by a gather. A copy to the host only reads, a copy from it only
-# writes.
-TOUCHED = {
-    "all_gather": 2.0,
-    "reduce_scatter": 3.0,
-    "all_reduce": 2.5,
-    "to_host": 1.0,
-    "to_device": 1.0,
-}
-
-
 def contended(
     starts: Sequence[float],
     durations: Sequence[float],

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, lane, rules
-from ..ir.copies import is_copy
+from ..ir.collectives import lane, rules
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.nested import instances
@@ -206,7 +205,7 @@ def _packing_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 def _wait_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds of compute to turn the received bytes of a collective into values."""
     device = cluster.device
-    measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(op_name(e.op))
+    measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(rules(e).kind.name)
     if measured_unpack is not None:
         return device.kernel_gap + measured_unpack * rules(e).wire_bytes(e, graph.axes)
     return device.kernel_gap + (_unpacking_seconds(e, graph, cluster) if device.gloo else 0.0)
@@ -214,33 +213,7 @@ def _wait_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
 
 def _unpacking_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds to unpack a collective, estimated from the bytes that unpacking moves."""
-    return UNPACKING.get(e.op, NO_UNPACKING).exact_bytes(e, graph) / cluster.device.bandwidth
-
-
-def _terms_and_sums(e: Eqn, graph: Graph) -> int:
-    """The bytes to add up a reduce_scatter: it reads the terms of all ranks, and writes their sum."""
-    size = local_bytes(graph)
-    return sum(map(size, e.ins)) + sum(map(size, e.results))
-
-
-class Unpacking(NamedTuple):
-    """The bytes that are read and written to turn the received bytes of a collective into values.
-
-    A simulation counts them in the program. A plan has yet to decide which members share a message, so it estimates
-    them from the received bytes.
-    """
-
-    exact_bytes: Callable[[Eqn, Graph], int]
-    bytes_per_received_byte: int
-
-
-NO_UNPACKING = Unpacking(lambda e, graph: 0, 0)
-# The members of a packed gather are copied out of its buffer. The terms of a reduce_scatter are added up.
-UNPACKING: Mapping[Any, Unpacking] = {
-    ALL_GATHER: Unpacking(lambda e, graph: 2 * rules(e).unpacked_bytes(e, graph.axes), 2),
-    REDUCE_SCATTER: Unpacking(_terms_and_sums, 1),
-    ALL_REDUCE: NO_UNPACKING,
-}
+    return rules(e).unpacking_traffic(e, graph.axes) / cluster.device.bandwidth
 
 
 # The messages of a program.
@@ -256,15 +229,11 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
     sent_messages = []
     share_of_products = product_share(graph, seconds or equation_seconds(graph, cluster))
     for e, started in pair(graph, include_user=True, include_copies=True).starts.items():
-        if is_copy(e):
-            size = rules(e).received_bytes(e, 0, graph.axes)
-            copy = _copy_message(e, size, started.index, started.first_wait, cluster)
-            sent_messages.append(Sent(e, copy, size))
-            continue
         axis = rules(e).axis(e)
-        if axis not in graph.axes:
+        if axis is not None and axis not in graph.axes:
             continue  # a group of processes that is not an axis of the mesh: its link is unknown
-        *inside, last = transfers(e, axis, graph, cluster)
+        *inside, last = transfers(e, graph, cluster)
+        lost = cluster.lost_beside(axis, rules(e).kind.name) if axis is not None else 0.0
         message = Message(
             issue=started.index + 1,  # after its equation, which takes the seconds of sending
             need=started.first_wait,
@@ -273,11 +242,11 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
             latency=last.latency,
             seconds=last.seconds,
             inside=inside[0] if inside else None,
-            taken=share_of_products * cluster.lost_beside(axis, kind_of(e)),
+            taken=share_of_products * lost,
         )
-        if isinstance(e.op, Primitive) and not cluster.device.gloo:
+        if rules(e).packs and not cluster.device.gloo:
             message = _packed_beside(message, e, graph, cluster)
-        sent_messages.append(Sent(e, message, _received_bytes(e, graph, graph.axes[axis])))
+        sent_messages.append(Sent(e, message, rules(e).wire_bytes(e, graph.axes)))
     return sent_messages
 
 
@@ -293,21 +262,15 @@ def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> 
     return message._replace(inside=message.inside._replace(unpack_beside=unpack))
 
 
-def _copy_message(e: Eqn, size: int, index: int, wait: int, cluster: Cluster) -> Message:
-    """A copy of `size` bytes that equation `index` starts and equation `wait` waits for.
-
-    Each direction has a link of its own.
-    """
-    latency, transfer = cluster.copy_seconds(size)
-    return Message(index + 1, wait, lane(e), lane(e), latency, transfer)
-
-
-def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
-    """The levels of a collective over an axis: one, or two if each has a lane of its own."""
+def transfers(e: Eqn, graph: Graph, cluster: Cluster) -> list[Level]:
+    """The levels of a collective or a copy: one, or two if each has a lane of its own."""
+    axis = rules(e).axis(e)
+    size = rules(e).wire_bytes(e, graph.axes)
+    if axis is None:  # a copy: each direction has a link of its own
+        return [Level(lane(e), lane(e), *cluster.copy_seconds(size))]
     link = cluster.link(axis)
     ranks = graph.axes[axis]
-    kind = kind_of(e)
-    size = _received_bytes(e, graph, ranks)
+    kind = rules(e).kind.name
     if not isinstance(e.op, Primitive):
         return [Level(lane(e), link.name, *link.seconds(kind, size, ranks))]
 
@@ -326,24 +289,3 @@ def transfers(e: Eqn, axis: str, graph: Graph, cluster: Cluster) -> list[Level]:
 def _inside_lane(eqn: Eqn) -> str:
     """The name of the queue of the first level of a collective."""
     return f"{lane(eqn)} inside hosts"
-
-
-def kind_of(e: Eqn) -> str:
-    """The kind of a collective, by the names of the primitives. The step's own gather is an "all_gather" too."""
-    if isinstance(e.op, Primitive):
-        return e.op.name
-    name = op_name(e.op)
-    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        if name.startswith(kind):
-            return kind
-    return name
-
-
-def _received_bytes(e: Eqn, graph: Graph, ranks: int) -> int:
-    """The bytes that a rank receives by a collective, planned or the step's own."""
-    if isinstance(e.op, Primitive):
-        return rules(e).wire_bytes(e, graph.axes)
-    size = local_bytes(graph)
-    largest = max(sum(map(size, e.ins)), sum(map(size, e.results)))
-    passes = 2 if kind_of(e) == "all_reduce" else 1
-    return largest * (ranks - 1) * passes // ranks

@@ -7,7 +7,6 @@ The skeleton has the places between which a collective may start and be waited f
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 
@@ -15,17 +14,14 @@ from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import bucket_key, is_small, rules
 from ..ir.copies import is_copy
 from ..ir.graph import Eqn, Graph, Region, Var, producers
-from ..ir.layout import local_shape
+from ..ir.layout import bytes_on_first_rank
 from ..ir.op_facts import is_matmul
-from ..ir.printer import op_name
 from ..ir.rules import Sizes
 from ..ir.update_groups import group_updates, may_change_places
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
 from .cost import launches
 from .durations import (
-    NO_UNPACKING,
-    UNPACKING,
     equation_seconds,
     messages,
     product_share,
@@ -227,11 +223,10 @@ def _levers_of_parts(
 
     A part is copied where the first value is waited for. Without a cluster, the copy takes no time.
     """
-    first_rank = dict.fromkeys(s.sizes, 0)
     levers = []
     for i, part_gather in enumerate(s.part_gathers, len(s.gathers)):
         part = part_gather.part[-1].out
-        size = math.prod(local_shape(part, s.sizes, first_rank)) * part.dtype.itemsize
+        size = bytes_on_first_rank(part, s.sizes)
         first_use = gathers[part_gather.first].use
         use = gathers[i].use
         copy_seconds = 0.0
@@ -355,9 +350,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
     axis = start.kwargs["axis"]
     device = cluster.device
     link = cluster.link(axis)
-    kind = op_name(start.op)
+    kind = rules(start).kind.name
     received = rules(start).wire_bytes(start, graph.axes) or 1
-    *first_level, last = transfers(start, axis, graph, cluster)
+    *first_level, last = transfers(start, graph, cluster)
     inside = None
     tree = None
     if first_level:
@@ -375,7 +370,7 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
     measured_unpack = dict(link.unpack).get(kind)
     unpacked = 0
     if measured_unpack is None:
-        unpacked = UNPACKING.get(start.op, NO_UNPACKING).bytes_per_received_byte
+        unpacked = rules(start).unpacking_per_byte
     if link.includes_packing and not device.gloo:
         unpacked = 0
     kernels = 1 if link.includes_packing else 2  # the message, and what packs it

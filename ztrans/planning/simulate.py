@@ -10,15 +10,16 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 
+from ..ir.collectives import rules
 from ..ir.graph import Graph
 from ..ir.micro_batches import micro_batch_programs
 from ..ir.pairing import pair
 from ..report.event import COMPUTE, Event
 from ..report.timeline import Timeline, one_by_one
 from .cluster import Cluster
-from .contention import TOUCHED, Transfer, contended
+from .contention import Transfer, contended
 from .cost import bytes_of_others, memory, memory_traffic
-from .durations import Sent, equation_seconds, kind_of, messages, signature
+from .durations import Sent, equation_seconds, messages, signature
 from .play import Played, play
 from .roofline import memory_seconds
 
@@ -160,8 +161,8 @@ def _seconds_with_contention(
     transfers = []
     for k, (e, message, size) in enumerate(all_sent):
         begin = played.begin[k] + message.latency
-        # Other kinds, such as an all_to_all, read what they send and write what they receive.
-        transfers.append(Transfer(begin, played.end[k], TOUCHED.get(kind_of(e), 2.0) * size))
+        touched = rules(e).kind.touched * size
+        transfers.append(Transfer(begin, played.end[k], touched))
 
     # The seconds in which each equation itself needs the memory.
     measured_seconds = dict(cluster.measured)

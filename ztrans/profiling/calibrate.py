@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir import collectives
 from ..ir.axes import groups_along, neighbours
-from ..ir.graph import DTYPES, Partial, Split, Var
+from ..ir.collectives import COLLECTIVES, Start
+from ..ir.graph import DTYPES
+from ..ir.layout import local_shape
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
 from ..planning.devices import GPU, Device
@@ -37,7 +38,6 @@ from .link_fit import Sample, fit
 
 # The carrier of a message, by the name of its transport. NCCL carries all other messages.
 _CARRIERS = {"symmetric": "kernel", "copied": "copies"}
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # The bytes that a rank receives: 4 KiB to 256 MiB.
 _SIZES = tuple(4096 * 4**k for k in range(9))
 # The most bytes between CPUs: 16 MiB.
@@ -264,11 +264,11 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     samples: list[Sample] = []
     carriers: dict[str, str] = {}  # by kind, for the largest messages
     gather_seconds_per_byte = 0.0
-    for kind in _KINDS:
+    for kind, collective in COLLECTIVES.items():
         for size in _SIZES:
             if on_cpu and size > _LARGEST:
                 break
-            start_message, received, carrier = _collective(kind, size, queue, mesh, transports)
+            start_message, received, carrier = _started(collective, size, queue, mesh, transports)
             carriers[kind] = carrier
             time_message = functools.partial(_message_seconds, start_message, size, device)
             time_message()  # a warm-up
@@ -287,7 +287,8 @@ def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) 
     if on_cpu:
         # Messages of gloo take compute. A gather of a quarter of a second shows how much.
         size = min(16 * _LARGEST, max(_SIZES[0], int(_BURST / gather_seconds_per_byte)))
-        start_message, received, _ = _collective("all_gather", size, queue, mesh, transports)
+        gather = COLLECTIVES["all_gather"]
+        start_message, received, _ = _started(gather, size, queue, mesh, transports)
         byte_overhead = (
             median(_compute_lost(start_message, mesh, device) for _ in range(3)) / received
         )
@@ -312,33 +313,22 @@ def _message_seconds(start_message: StartMessage, size: int, device: torch.devic
     return back_to_back_seconds(series, device, 1) / count
 
 
-def _collective(
-    kind: str, size: int, queue: Channel, mesh: DeviceMesh, transports: Transports
+def _started(
+    collective: Start, size: int, queue: Channel, mesh: DeviceMesh, transports: Transports
 ) -> tuple[StartMessage, int, str]:
     """A function that starts a collective, the bytes that a rank receives (about `size`), and the carrier."""
     n = queue.group.size()
     sizes = {"axis": n}
-    # In an all_reduce each part crosses twice: once to be summed, and once as a sum.
-    passes = 2 if kind == "all_reduce" else 1
-    elements = n * max(1, size // 4 // (n - 1) // passes)
-    split = Split("axis")
-    if kind == "all_gather":
-        x = Var("x", torch.float32, (elements,), (split,))
-        eqn = collectives.all_gather([x], ["y"], "axis")
-        member = torch.zeros(elements // n, device=mesh.device_type)
-    else:
-        x = Var("x", torch.float32, (elements,), (Partial("axis", "sum"),))
-        into = split if kind == "reduce_scatter" else None
-        eqn = collectives.reduce([x], ["y"], "axis", "sum", into)
-        member = torch.zeros(elements, device=mesh.device_type)
-
     rank = {"axis": queue.group.rank()}
+    elements = n * max(1, size // 4 // (n - 1) // collective.kind.crossings)
+    eqn = collective.example("axis", elements)
+    member = torch.zeros(local_shape(eqn.ins[0], sizes, rank), device=mesh.device_type)
     transports.reserve(mesh, [(queue, eqn, sizes, 1)])
     module: Any = transports.start_module(eqn, sizes, rank, queue, lanes=1)
     carrier = "nccl"
     if isinstance(module, StreamedStart):
         carrier = _CARRIERS.get(module.transport.way, carrier)
-    received = collectives.rules(eqn).wire_bytes(eqn, sizes)
+    received = collective.wire_bytes(eqn, sizes)
     return lambda: module(member)[0].future, received, carrier
 
 
@@ -350,7 +340,7 @@ def _wait(future: Future) -> None:
 
 def _start_seconds(queue: Channel, mesh: DeviceMesh) -> float:
     """The seconds a CPU needs to start the smallest message."""
-    start_message, *_ = _collective("all_gather", _SIZES[0], queue, mesh, Transports())
+    start_message, *_ = _started(COLLECTIVES["all_gather"], _SIZES[0], queue, mesh, Transports())
     begin = time.perf_counter()
     future = start_message()
     seconds = time.perf_counter() - begin
