@@ -85,7 +85,7 @@ def scatters(mesh: DeviceMesh) -> dict[str, Step]:
         reduce([g], ["f"], "dp", "sum", Split("dp")),
         {"dp": n},
         {"dp": rank},
-        channel(mesh, "dp", False),
+        channel(mesh, "dp", "reduce"),
     )
 
     def ours() -> None:

@@ -69,7 +69,7 @@ def contest(mesh: DeviceMesh, files: FileSource) -> None:
     The clock differs between the ranks, but the choice must not. If symmetric memory gives other bits, it is not used.
     """
     exchange = functools.partial(everywhere, mesh=mesh)
-    queue = channel(mesh, "dp", gathers=True)
+    queue = channel(mesh, "dp", "gather")
 
     def times(sums: bool, gathers: bool, wire: torch.dtype) -> Times | str:
         messages = symmetric.MessageKind(sums, gathers, wire, 1024)

@@ -172,7 +172,7 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
     ranks = hosts.ranks
     local = hosts.local if hosts.even else 1  # ranks that reach each other inside a host
     spans_hosts = hosts.count > 1
-    reduces = "op" in eqn.kwargs
+    reduces = not rules(eqn).moves
     wire = wire_dtype(eqn, eqn.ins[0])
     received = rules(eqn).wire_bytes(eqn, sizes)
 

@@ -109,7 +109,7 @@ def _measure_links(
     local = _neighbours_on_host(axis, mesh, hosts)
     link = _measure_link(_link_name(axis, mesh, hosts), axis, mesh, device)
     links = [(axis, dataclasses.replace(link, local=local))]
-    if 1 < local < channel(mesh, axis, gathers=True).group.size():
+    if 1 < local < channel(mesh, axis, "gather").group.size():
         inside = neighbours(axis, local)
         links.append((inside, _measure_link("local", inside, mesh, device)))
     return links
@@ -258,7 +258,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _measure_link(name: str, axis: str, mesh: DeviceMesh, device: torch.device) -> Link:
     """Time messages of all kinds and sizes over one axis, in all of its groups at once, as in a step."""
-    queue = channel(mesh, axis, gathers=True)  # it carries all kinds here
+    queue = channel(mesh, axis, "gather")  # it carries all kinds here
     on_cpu = device.type == "cpu"
     transports = transports_of(mesh)
     samples: list[Sample] = []

@@ -3,8 +3,6 @@
 `to_fx` writes a program as a `torch.fx.GraphModule`, whose generated code drops each value after its last use. With
 `donate`, elementwise equations overwrite values that nothing reads any more, above all the state. So a step holds one
 copy of its state, and few temporaries.
-
-To add a collective, add the function that emits its calls to `EMITTERS`; docs/architecture.md lists the other places.
 """
 
 from __future__ import annotations
@@ -23,18 +21,19 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHARD, WAIT
-from ..ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST, is_copy
+from ..ir.collectives import Shard, Start, rules
+from ..ir.copies import Copy, is_copy
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.flex_attention import is_attention
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function
 from ..ir.layout import local_shape, localize, part
-from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.marks import Gradient, Reduced
 from ..ir.number_operands import ARITHMETIC, ITEM, Number
 from ..ir.op_facts import CAST, arguments_by_name
 from ..ir.operations import bound_results, call_operator, direct, stride_safe
 from ..ir.printer import op_name
+from ..ir.rules import Wait
 from ..ir.triton_launch import Launch
 from ..ir.update_groups import (
     EqnGroup,
@@ -142,10 +141,6 @@ class Emission:
         return self.out.get_attr(name)
 
 
-# Emits the calls of an equation, whose index makes names unique. Returns the nodes of the results.
-Emitter = Callable[[Emission, Eqn, int], list[Any]]
-
-
 def emit_start(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     """Emit a submodule that starts the collective, and a future for each member."""
     sizes = emission.sizes
@@ -158,11 +153,6 @@ def emit_start(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     )
     call = emission.call(f"{eqn.op}_{index}", module, *eqn.ins)
     return unpacked(emission.out, call, eqn.outs)
-
-
-def emit_wait(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
-    """Emit a call of `collectives.wait`, which returns the value of a future."""
-    return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
 
 
 def emit_copy(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
@@ -181,7 +171,7 @@ def emit_copy(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return [emission.call(f"{eqn.op}_{index}", module, *members)]
 
 
-def emit_shard(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
+def emit_shard(emission: Emission, eqn: Eqn) -> list[fx.Node]:
     """Emit a call that returns this rank's part of a whole value, as a view."""
     value, dim = eqn.args
     axis = eqn.kwargs["axis"]
@@ -190,24 +180,21 @@ def emit_shard(emission: Emission, eqn: Eqn, index: int) -> list[fx.Node]:
     return [emission.out.call_function(torch.narrow, (emission.nodes[value], dim, begin, length))]
 
 
-def emit_nothing(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
-    """Emit no call: a mark that no transform has replaced is its first argument."""
-    return [emission.nodes[eqn.args[0]]]
-
-
-EMITTERS: Mapping[Primitive, Emitter] = {
-    ALL_GATHER: emit_start,
-    REDUCE_SCATTER: emit_start,
-    ALL_REDUCE: emit_start,
-    WAIT: emit_wait,
-    TO_HOST: emit_copy,
-    TO_DEVICE: emit_copy,
-    COPY_WAIT: emit_wait,
-    SHARD: emit_shard,
-    GRADIENT: emit_nothing,
-    PMEAN: emit_nothing,
-    PSUM: emit_nothing,
-}
+def emit_primitive(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
+    """Emit the calls of a primitive, whose index makes names unique. Returns the nodes of its results."""
+    match rules(eqn):
+        case Start():
+            return emit_start(emission, eqn, index)
+        case Copy():
+            return emit_copy(emission, eqn, index)
+        case Wait():
+            return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
+        case Shard():
+            return emit_shard(emission, eqn)
+        case Gradient() | Reduced():  # a mark that no transform has replaced is its first argument
+            return [emission.nodes[eqn.args[0]]]
+        case _:  # `micro_batches` replaces the marks of micro-batches before code is made
+            raise NotImplementedError(f"{eqn.op} has no code")
 
 
 def to_fx(
@@ -444,7 +431,7 @@ def _emit_unit(
     elif first.results and isinstance(first.out, Number):
         emission.bind(first.outs, [_emit_number(emission, first)])
     elif isinstance(first.op, Primitive):
-        emission.bind(first.outs, EMITTERS[first.op](emission, first, unit.position))
+        emission.bind(first.outs, emit_primitive(emission, first, unit.position))
     else:
         local = localize(first, emission.sizes, emission.coordinates)
         emission.bind(first.outs, _emit_operation(emission, local, in_place))

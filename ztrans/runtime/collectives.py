@@ -58,6 +58,8 @@ REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+# For each lane, the purpose of the channel that carries its messages.
+_PURPOSES: Mapping[str | None, str] = {"gather": "gathers", "reduce": "reductions"}
 
 
 def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> Any:
@@ -66,14 +68,14 @@ def all_gather(received: torch.Tensor, send: torch.Tensor, **options: Any) -> An
     return gather(received, send, **options)
 
 
-def channel(mesh: DeviceMesh, axis: str, gathers: bool) -> Channel:
-    """The channel of a mesh axis for gathers, or the one for reductions: neither queues behind the other."""
-    return session_of(mesh).channel(axis, "gathers" if gathers else "reductions")
+def channel(mesh: DeviceMesh, axis: str, lane: str | None) -> Channel:
+    """The channel of a lane of a mesh axis: gathers and reductions do not queue behind each other."""
+    return session_of(mesh).channel(axis, _PURPOSES[lane])
 
 
 def channel_of(mesh: DeviceMesh, eqn: Eqn) -> Channel:
     """The channel that carries the messages of a collective equation."""
-    return channel(mesh, eqn.kwargs["axis"], rules(eqn).lane == "gather")
+    return channel(mesh, eqn.kwargs["axis"], rules(eqn).lane)
 
 
 @dataclass(eq=False)
@@ -216,12 +218,7 @@ class Start(torch.nn.Module):
         self.sends_without_copy = [
             rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(self.outs))
         ]
-        start = {
-            ALL_GATHER: self._gather,
-            REDUCE_SCATTER: self._scatter,
-            ALL_REDUCE: self._reduce,
-        }
-        self.start = start[self.collective]
+        self.call = CALLS[self.collective]
 
     def _divisor(self, hosts: Hosts, has_two_levels: bool) -> int:
         """The divisor of a mean: the number of ranks, or of hosts if each host sends a mean."""
@@ -254,7 +251,7 @@ class Start(torch.nn.Module):
         self.channel.advance()
         messages: list[InProgress] = []
         for ks in self.members_by_message:
-            messages.append(self.start(ks, [members[k] for k in ks]))
+            messages.append(self.call(self, ks, [members[k] for k in ks]))
 
         def finish() -> dict[int, torch.Tensor]:
             values: dict[int, torch.Tensor] = {}
@@ -454,6 +451,14 @@ class Start(torch.nn.Module):
         else:
             message = HierarchicalMessage(self.channel, works, begin_gather)
         return [message], lambda: totals.pop().view(-1)[:numel]
+
+
+# The call that starts one message of each collective.
+CALLS: Mapping[Primitive, Callable[[Start, list[int], Sequence[torch.Tensor]], InProgress]] = {
+    ALL_GATHER: Start._gather,
+    REDUCE_SCATTER: Start._scatter,
+    ALL_REDUCE: Start._reduce,
+}
 
 
 def _is_exchanged_whole(nbytes: int, ranks: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import ALL_GATHER, is_reduced_by_ranks, is_start, lane, rules, wire_dtype
+from ..ir.collectives import is_reduced_by_ranks, is_start, lane, rules, wire_dtype
 from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.printer import format_bytes, format_seconds
 from ..ir.routes import HIERARCHICAL, Route, is_gathered_whole, route_of
@@ -113,8 +113,7 @@ class StreamTransports(Transports):
             if isinstance(kind, str):
                 continue
             route = route_of(eqn, sizes, channel.hosts, gloo=False)
-            collective: Any = eqn.op
-            has_two = _has_two_ways(collective, eqn.kwargs.get("op"), kind.wire, route)
+            has_two = _has_two_ways(eqn.kwargs.get("op"), kind.wire, route)
             if has_two and not is_gathered_whole(eqn, sizes):
                 kinds.append((channel, kind))
         self.streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
@@ -231,6 +230,7 @@ def choose_transport(
     With `is_whole`, ranks gather the whole terms of an all_reduce. `times` returns the seconds of each way, or why
     symmetric memory cannot be used. It is called only if both ways give the same bits.
 
+    >>> from ztrans.ir import ALL_GATHER
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
     symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
     >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
@@ -241,8 +241,8 @@ def choose_transport(
         return Transport("terms", collective.name, _work(reduction, None))
     if route is not None and route.way == HIERARCHICAL:
         return Transport("hierarchical", collective.name, f"{work}; {route.reason}")
-    if not _has_two_ways(collective, reduction, wire, route):
-        if reduction is None or not is_reduced_by_ranks(reduction, wire):
+    if reduction is not None and not _has_two_ways(reduction, wire, route):
+        if not is_reduced_by_ranks(reduction, wire):
             dtype = str(wire).removeprefix("torch.")
             return Transport("nccl", collective.name, f"reduces {dtype} on the way")
         return Transport("all_to_all", collective.name, work)
@@ -261,11 +261,9 @@ def choose_transport(
     return Transport(way, collective.name, f"{work}; {figures}")
 
 
-def _has_two_ways(
-    collective: Primitive, reduction: str | None, wire: torch.dtype, route: Route | None
-) -> bool:
-    """Whether symmetric memory and NCCL can both carry a collective, with the same bits."""
-    if collective is ALL_GATHER:
+def _has_two_ways(reduction: str | None, wire: torch.dtype, route: Route | None) -> bool:
+    """Whether symmetric memory gives the same bits as NCCL for a collective."""
+    if reduction is None:  # it only moves bytes
         return True
     # NCCL itself would round half precision at every hop. So in both ways, ranks exchange terms and sum them in order.
     sums_half = reduction in ("sum", "mean") and wire in HALF

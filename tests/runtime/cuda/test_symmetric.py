@@ -512,8 +512,8 @@ def test_a_program_is_printed_without_a_message_to_any_rank(mesh, monkeypatch):
 
     step = zt.chain(zt.shard_params(mesh), zt.prefetch())(lambda w, x: (w, (w * x).sum()))
     lowered = step.lower(step.shard(torch.ones(8)), torch.ones(8))
-    axis_channel(mesh, "dp", gathers=True)
-    axis_channel(mesh, "dp", gathers=False)
+    axis_channel(mesh, "dp", "gather")
+    axis_channel(mesh, "dp", "reduce")
     for name in ("all_gather_object", "new_group", "barrier", "all_gather_single"):
         monkeypatch.setattr(dist, name, sent, raising=False)
     assert "all_gather" in str(lowered.to_fx())

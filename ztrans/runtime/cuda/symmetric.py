@@ -29,9 +29,8 @@ import torch
 import torch.distributed as dist
 
 from ... import ops
-from ...ir.collectives import buffer_bytes, wire_dtype
-from ...ir.graph import Eqn, Split
-from ...ir.layout import on_axis
+from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, buffer_bytes, wire_dtype
+from ...ir.graph import Eqn
 from ...ir.rules import Sizes
 from ...ops.kernel import FLOATS
 from ...ops.symmetric import (
@@ -133,16 +132,25 @@ class MessageKind(NamedTuple):
         return min(sent, LARGEST_FOR_KERNEL) if self.sums else sent
 
 
+# The collectives that symmetric memory carries: whether ranks sum terms, and whether they gather parts.
+_HALVES: Mapping[Any, tuple[bool, bool]] = {
+    ALL_GATHER: (False, True),
+    REDUCE_SCATTER: (True, False),
+    ALL_REDUCE: (True, True),
+}
+
+
 def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
+    if eqn.op not in _HALVES:
+        return f"it carries no {eqn.op}"
     wire = wire_dtype(eqn, eqn.ins[0])
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
     messages = []
     for ks in message_groups(eqn, sizes):
         messages.append(sum(buffer_bytes(eqn, k, sizes) for k in ks))
-    sums = "op" in eqn.kwargs
-    gathers = not isinstance(on_axis(eqn.results[0].layout, eqn.kwargs["axis"]), Split)
+    sums, gathers = _HALVES[eqn.op]
     nbytes = max(messages) if sums else sum(messages)  # gathers of an equation are copied together
     power_of_two = 1 << max(nbytes - 1, 0).bit_length()
     return MessageKind(sums, gathers, wire, min(power_of_two, LARGEST_TIMED), lanes)
