@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # `rules` imports this module, because rules take equations
 
 Region = Literal["forward", "backward", "update"]
 MemoryKind = Literal["device", "host"]
+# The use of a collective or a copy; `report/palette.py` has a colour for each.
+Role = Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
@@ -146,7 +148,7 @@ class Provenance:
     many neighbours keep one part each, and gather the value again among themselves.
     """
 
-    role: Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
+    role: Role
     paths: tuple[str, ...]
     axis: str
     regather: Literal["auto", "always"] | int | None = None

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...ir.axes import members, members_of
-from ...ir.graph import Eqn, Graph, Names, Placement, Provenance, Region, Split, Var, producers
+from ...ir.graph import (
+    Eqn,
+    Graph,
+    Names,
+    Placement,
+    Provenance,
+    Region,
+    Role,
+    Split,
+    Var,
+    producers,
+)
 from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.redistribute import Site, redistribute, reduced
 from ...ir.source import Source
@@ -21,7 +32,6 @@ from ...ir.source import Source
 if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams
 
-Role = Literal["param", "grad", "pmean", "state", "output", "update"]
 Phase = tuple[int, str]  # the number of forwards so far, and the region
 
 
