@@ -2,8 +2,8 @@
 
 `Rules` itself describes an ordinary operation of PyTorch; `op_facts` has the kind of that operation. Each primitive has
 a subclass, in `marks`, `collectives`, `copies` or `user_collectives`, which overrides what differs. A pass asks
-`collectives.rules(eqn)` instead of testing which primitive an equation has. "Where to add" in docs/architecture.md
-lists what else a new collective needs.
+`collectives.rules(eqn)` instead of testing which primitive an equation has. Only the calls that send a collective are
+elsewhere: "Where to add" in docs/architecture.md lists them.
 """
 
 from __future__ import annotations
