@@ -62,7 +62,7 @@ bench: install
 	$(BIN)/python -m benchmarks.peers
 
 gpu: install
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -223,3 +223,17 @@ def test_pages_are_short_enough_to_be_read():
 def test_every_page_is_reached_from_the_readme():
     readme = (ROOT / "README.md").read_text()
     assert not [page.name for page in DOCS if f"(docs/{page.name})" not in readme]
+
+
+def test_the_page_of_the_benchmarks_has_a_line_for_every_file():
+    folder = ROOT / "benchmarks"
+    _, *parts = re.split(r"(?m)^## (\w+):", (folder / "README.md").read_text())
+    listed = {
+        f"{name}/{file}"
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for file in re.findall(r"`(\w+\.py)`", line.split(" | ")[0])
+    }
+    files = {str(path.relative_to(folder)) for path in folder.glob("*/*.py")}
+    assert listed == {name for name in files if not name.endswith("__init__.py")}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ztrans as zt
-from benchmarks.measured_frontier_steps import Loop, WrappedTask, limits_of
 from benchmarks.peers.model import GPT, Config, adamw, loss_of
+from benchmarks.plans.measured_frontier_steps import Loop, WrappedTask, limits_of
 from tests.support.fusion import fused_anywhere
 from ztrans import AbstractMesh
 from ztrans.planning.cluster import Link

@@ -1,6 +1,6 @@
 """Models of transformers, timm, diffusers and peft are lifted as they are, and train as in the untouched loop.
 
-These are 24 of the builds of `benchmarks/models.py`. Those of a library that is not installed are skipped; the extra
+These are 24 of the builds of `benchmarks/models`. Those of a library that is not installed are skipped; the extra
 `models` has all of them.
 """
 
@@ -8,7 +8,7 @@ import importlib
 
 import pytest
 
-from benchmarks.models import outcome
+from benchmarks.models.compare import outcome
 from tests.support.cover import parameters_of
 
 MODELS = {
@@ -50,7 +50,7 @@ def test_a_model_trains_as_in_the_untouched_loop(library, name):
     """
     pytest.importorskip(library, exc_type=ImportError)
     pytest.importorskip("transformers")
-    builds = importlib.import_module(f"benchmarks.builds.{library}_builds").builds()
+    builds = importlib.import_module(f"benchmarks.models.{library}_builds").builds()
     (build,) = (build for build in builds if build.name == name)
     is_even = BUILDS.index((library, name)) % 2 == 0
     result = outcome(build, *(((2,), (3,)) if is_even else ((3,), (2,))), fused=True)

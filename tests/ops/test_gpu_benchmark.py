@@ -1,4 +1,4 @@
-"""Without a GPU, the sections of benchmarks/gpu.py run on small tensors, and the command writes nothing."""
+"""Without a GPU, the sections of benchmarks/gpu run on small tensors, and the command writes nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from benchmarks import RESULTS
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import (
+    ages,
+    contention,
+    gpt_step,
+    kernels,
+    largest,
+    nccl,
+    numerics,
+    offload,
+    ranks,
+    rounds,
+    small_steps,
+    streams,
+    two_ranks,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,49 +42,39 @@ def no_group_is_left():
         dist.destroy_process_group()
 
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def test_numerics(monkeypatch):
-    import gpu_numerics
 
-    monkeypatch.setattr(gpu_numerics, "NUMELS", (5003, 3, 0, 4096, 1, 537))
-    monkeypatch.setattr(gpu_numerics, "STEPS", 2)
+    monkeypatch.setattr(numerics, "NUMELS", (5003, 3, 0, 4096, 1, 537))
+    monkeypatch.setattr(numerics, "STEPS", 2)
     for check in (
-        gpu_numerics.moves,
-        gpu_numerics.casts,
-        gpu_numerics.sums,
-        gpu_numerics.updates,
-        gpu_numerics.late,
+        numerics.moves,
+        numerics.casts,
+        numerics.sums,
+        numerics.updates,
+        numerics.late,
     ):
         assert check(CPU)
 
 
 @pytest.mark.slow
 def test_moments_on_the_host():
-    import gpu_offload
 
-    *_, lines = gpu_offload.table(CPU, sizes=(3, 16, 8))
+    *_, lines = offload.table(CPU, sizes=(3, 16, 8))
     on_device, *on_host = lines
     for line in on_host:
         assert line["bits"] == "equal" and line["loss"] == on_device["loss"]
-    assert "| moments on the host |" in gpu_offload.markdown(lines, CPU)
+    assert "| moments on the host |" in offload.markdown(lines, CPU)
 
 
 @pytest.mark.slow
 def test_table():
-    import gpu
-    import gpu_kernels
 
-    *_, rows = gpu_kernels.table(CPU, sizes=(2**17,), updated=(2**17,))
-    kernels = " ".join(dict.fromkeys(row["kernel"] for row in rows))
-    assert kernels == "copying packing scattering unpacking summing updating clipping casting"
+    *_, rows = kernels.table(CPU, sizes=(2**17,), updated=(2**17,))
+    timed = " ".join(dict.fromkeys(row["kernel"] for row in rows))
+    assert timed == "copying packing scattering unpacking summing updating clipping casting"
     assert all(row["us"] > 0 and row["moved, MiB"] > 0 for row in rows)
     text = gpu.markdown({"card": "none"}, {"kernels": rows, "ranks": [{"failed": "so"}]})
     assert (
@@ -79,15 +86,14 @@ def test_table():
 @pytest.mark.slow
 def test_small_steps_take_turns(monkeypatch):
     """A subject that fails is a line that says so."""
-    import gpu_host
 
     def broken(model, device):
         raise ValueError("no such loop")
 
-    subjects = {name: gpu_host.SUBJECTS[name] for name in ("PyTorch", "ztrans")}
-    monkeypatch.setattr(gpu_host, "SUBJECTS", subjects | {"broken": broken})
-    monkeypatch.setattr(gpu_host, "ROUNDS", 2)
-    *_, (failed, *timed) = gpu_host.table(CPU, models=gpu_host.MODELS[:1])
+    subjects = {name: small_steps.SUBJECTS[name] for name in ("PyTorch", "ztrans")}
+    monkeypatch.setattr(small_steps, "SUBJECTS", subjects | {"broken": broken})
+    monkeypatch.setattr(small_steps, "ROUNDS", 2)
+    *_, (failed, *timed) = small_steps.table(CPU, models=small_steps.MODELS[:1])
     assert failed["subject"] == "broken" and failed["failed"] == "ValueError: no such loop"
     assert [row["subject"] for row in timed] == ["PyTorch", "ztrans"] and timed[0]["loss"] == timed[
         1
@@ -96,7 +102,6 @@ def test_small_steps_take_turns(monkeypatch):
 
 
 def test_a_section_that_fails_is_a_line_of_the_report(monkeypatch):
-    import gpu
 
     def halfway(device, left):
         yield [{"what": "one"}]
@@ -126,13 +131,12 @@ SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "sequence": 16, "bat
 @pytest.mark.slow
 def test_subjects_take_turns_in_processes():
     """A subject that does not exist is a line that says so."""
-    import gpu_rounds
 
-    config = gpu_rounds.Config(**SMALL)
+    config = rounds.Config(**SMALL)
     tables = [(2, True), (4, False)]
     names = ["torch, eager", "nobody"]
     earlier = [{"tokens": 32, "clipped": "yes"}, {"tokens": 32, "clipped": "no"}]
-    results = gpu_rounds.steps(
+    results = rounds.steps(
         CPU, config=config, tables=tables, names=names, rounds=2, earlier=earlier
     )
     first, last = map(list, results)  # the list grows
@@ -141,7 +145,7 @@ def test_subjects_take_turns_in_processes():
         (64, "no")
     ]
     for timed, unknown in (last[1:3], last[3:5]):
-        assert timed["steps"] == 2 * gpu_rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
+        assert timed["steps"] == 2 * rounds.TIMED and timed["ms, least"] <= timed["ms, median"]
         assert "failed" not in timed
         assert unknown["subject"] == "nobody" and unknown["failed"] == "KeyError: 'nobody'"
 
@@ -149,9 +153,8 @@ def test_subjects_take_turns_in_processes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch, eager", "ztrans, eager"])
 def test_a_step_that_is_dropped_leaves_no_parameter(name):
-    import gpu_rounds
 
-    step = gpu_rounds.warm(name, gpu_rounds.Task(gpu_rounds.Config(**SMALL), CPU))
+    step = rounds.warm(name, rounds.Task(rounds.Config(**SMALL), CPU))
     if name == "torch, eager":
         leaves = step.optimizer.param_groups[0]["params"]
     else:
@@ -159,13 +162,12 @@ def test_a_step_that_is_dropped_leaves_no_parameter(name):
     parameters = [weakref.ref(x) for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
     assert len(parameters) > 10
     del step, leaves
-    gpu_rounds._drop(CPU)
+    rounds._drop(CPU)
     assert not any(parameter() is not None for parameter in parameters)
 
 
 def test_a_subject_that_fails_in_an_old_process_gets_a_new_one(monkeypatch):
     """Once, and not if the process was new."""
-    import gpu_rounds
 
     class Scripted:
         def __init__(self, *_):
@@ -184,8 +186,8 @@ def test_a_subject_that_fails_in_an_old_process_gets_a_new_one(monkeypatch):
             pass
 
     processes = [[1.0, RuntimeError("full")], [2.0, RuntimeError("full")], [RuntimeError("broken")]]
-    monkeypatch.setattr(gpu_rounds, "Child", Scripted)
-    subject = gpu_rounds.Subject("any")
+    monkeypatch.setattr(rounds, "Child", Scripted)
+    subject = rounds.Subject("any")
     outcomes = []
     for _ in range(3):
         subject.begin(None)
@@ -195,25 +197,22 @@ def test_a_subject_that_fails_in_an_old_process_gets_a_new_one(monkeypatch):
 
 
 def test_tables_can_be_chosen():
-    import gpu
-    import gpu_rounds
 
-    assert len(set(gpu_rounds.tables_of())) == 8
-    assert gpu_rounds.tables_of([1024, 2048], "no") == [(2, False), (1, False)]
-    assert gpu_rounds.tables_of([8192]) == [(8, False), (8, True)]
+    assert len(set(rounds.tables_of())) == 8
+    assert rounds.tables_of([1024, 2048], "no") == [(2, False), (1, False)]
+    assert rounds.tables_of([8192]) == [(8, False), (8, True)]
     options = gpu._chosen_tables([4096], "yes", [{"tokens": 8192}])
     assert options == {"tables": [(4, True)], "earlier": [{"tokens": 8192}]}
 
 
 @pytest.mark.slow
 def test_a_subject_that_is_too_slow_or_dies_is_a_line():
-    import gpu_rounds
 
-    child = gpu_rounds.Child(time.sleep)
+    child = rounds.Child(time.sleep)
     with pytest.raises(RuntimeError, match="no answer in 0 s"):
         child.answer(0)
     child.end()
-    child = gpu_rounds.Child(_dies)
+    child = rounds.Child(_dies)
     with pytest.raises(RuntimeError, match="ended with code 3"):
         child.answer(60)
 
@@ -225,8 +224,6 @@ def _dies(pipe):
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines():
-    import gpu
-    import gpu_rounds
 
     for last, patience, message in (
         (_exits, 60, "its process ended with code 3"),
@@ -234,7 +231,7 @@ def test_a_section_in_a_process_of_its_own_that_dies_or_hangs_leaves_its_lines()
     ):
         lines, left = [], iter([60, 60, patience])
         with pytest.raises(RuntimeError, match=message):
-            for so_far in gpu_rounds.apart(functools.partial(_section, last))(CPU, left.__next__):
+            for so_far in rounds.apart(functools.partial(_section, last))(CPU, left.__next__):
                 lines.append(so_far)
         assert lines == [[{"what": "one", "on": "cpu"}]]
     assert gpu.sections()["kernels"].__doc__.startswith("Medians")
@@ -252,13 +249,12 @@ def _exits(_):
 @pytest.mark.slow
 def test_the_largest_model_by_arithmetic(monkeypatch):
     """A parameter and its moments take 12 bytes, a gradient 4 or 2, or nothing if it is read at once."""
-    import gpu_largest
 
     from ztrans.planning import early_updates
 
     monkeypatch.setattr(early_updates, "_TOGETHER", 2**16)
-    config = gpu_largest.Config(**SMALL | {"width": 128})
-    *_, lines = gpu_largest.largest(CPU, config=config, layers=(2, 4))
+    config = largest.Config(**SMALL | {"width": 128})
+    *_, lines = largest.largest(CPU, config=config, layers=(2, 4))
     by_kind = {(line["gradients"], line["updates"]): line for line in lines[1::2]}
     taken = {kind: round(line["bytes per parameter"], 0) for kind, line in by_kind.items()}
     assert taken == {
@@ -275,12 +271,10 @@ def test_the_largest_model_by_arithmetic(monkeypatch):
 
 @pytest.mark.slow
 def test_all_subjects_train_alike():
-    import gpu_rounds
-    import gpu_step
 
-    task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
+    task = gpt_step.Task(gpt_step.Config(**SMALL), CPU)
     losses = [
-        gpu_rounds.played(gpu_step.SUBJECTS[name](task), CPU)["loss"]
+        rounds.played(gpt_step.SUBJECTS[name](task), CPU)["loss"]
         for name in ("torch, eager", "ztrans, eager")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -289,22 +283,19 @@ def test_all_subjects_train_alike():
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_several_ranks_run_over_gloo_too():
-    import gpu_two_ranks
 
-    (line,) = gpu_two_ranks.outcome("accumulation", 2, "cpu", 120.0)
+    (line,) = two_ranks.outcome("accumulation", 2, "cpu", 120.0)
     assert line["result"] == "bits of lockstep"
 
 
 @pytest.mark.slow
 def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
-    import gpu_nccl
-    import gpu_step
 
     import ztrans.runtime.collectives
 
     monkeypatch.setattr(ztrans.runtime.session.Channel, "is_gloo", False)  # as NCCL's is not
-    task = gpu_step.Task(gpu_step.Config(**SMALL), CPU)
-    sharded, line = gpu_nccl.bits(task, ways=[False])
+    task = gpt_step.Task(gpt_step.Config(**SMALL), CPU)
+    sharded, line = nccl.bits(task, ways=[False])
     assert "DTensors" in sharded["what"] and sharded["result"] == "bits of the plain step"
     assert int(line["what"].split()[1]) >= 8 and line["result"] == "bits of the plain step"
 
@@ -312,13 +303,12 @@ def test_collectives_of_one_rank_are_sent_and_change_nothing(monkeypatch):
 @pytest.mark.slow
 def test_ranks_on_streams_check_every_value_that_arrives(monkeypatch):
     """On a CPU each stream is a thread."""
-    import gpu_streams
 
-    monkeypatch.setattr(gpu_streams, "SIZES", (40, 3))
-    ends = gpu_streams.make_ends(2, CPU)
+    monkeypatch.setattr(streams, "SIZES", (40, 3))
+    ends = streams.make_ends(2, CPU)
 
     def send_all(rounds: int) -> int:
-        def send(end: gpu_streams.End) -> None:
+        def send(end: streams.End) -> None:
             for _ in range(rounds):
                 end.send(lambda: None, spins=1_000_000)
 
@@ -327,7 +317,7 @@ def test_ranks_on_streams_check_every_value_that_arrives(monkeypatch):
         return sum(end.wrong_values() for end in ends)
 
     assert send_all(140) == 0, "the numbers of messages begin again after 127"
-    line = gpu_streams.judged("so", ends, 1.0)
+    line = streams.judged("so", ends, 1.0)
     assert line == {"ranks": 2, "what": "so", "us": 1e6, "result": "right"}
     ends[1].values[41] += 1
     ends[3].values[41] += 1
@@ -335,32 +325,30 @@ def test_ranks_on_streams_check_every_value_that_arrives(monkeypatch):
 
 
 def test_a_step_is_counted_in_parameters_and_flops():
-    import gpu_step
 
-    c = gpu_step.CONFIG
+    c = gpt_step.CONFIG
     assert (
-        sum(p.numel() for p in gpu_step.Task(c, torch.device("meta")).model().parameters()) > 350e6
+        sum(p.numel() for p in gpt_step.Task(c, torch.device("meta")).model().parameters()) > 350e6
     )
-    assert gpu_step.flops(c) == pytest.approx(2.14e13, rel=1e-2)
-    assert gpu_step.peak("NVIDIA H200") == gpu_step.peak("NVIDIA H100 80GB HBM3") == 989e12
-    assert gpu_step.peak("NVIDIA H100 PCIe") == 756e12 and gpu_step.peak("another") is None
+    assert gpt_step.flops(c) == pytest.approx(2.14e13, rel=1e-2)
+    assert gpt_step.peak("NVIDIA H200") == gpt_step.peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpt_step.peak("NVIDIA H100 PCIe") == 756e12 and gpt_step.peak("another") is None
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_written():
-    results = BENCHMARKS / "results"
-    before = {path: path.stat().st_mtime_ns for path in results.glob("gpu*")}
-    run = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True)
+    before = {path: path.stat().st_mtime_ns for path in RESULTS.glob("gpu*")}
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parents[1])
     assert (
         run.returncode == 1 and "torch sees none here: nothing is measured or written" in run.stderr
     )
-    assert {path: path.stat().st_mtime_ns for path in results.glob("gpu*")} == before
+    assert {path: path.stat().st_mtime_ns for path in RESULTS.glob("gpu*")} == before
 
 
 def test_the_kernel_of_rounds_compiles(tmp_path):
     pytest.importorskip("triton", reason="kernels need Triton")
-    import gpu_ranks
 
     from tests.ops.compiled import compiled
 
@@ -373,7 +361,7 @@ def test_the_kernel_of_rounds_compiles(tmp_path):
         "spins": "i32",
     }
     options = {"num_warps": 4, "launch_cooperative_grid": True}
-    kernel = compiled(gpu_ranks._rounds, 90, tmp_path, types, {"WORLD": 8, "BLOCK": 256}, **options)
+    kernel = compiled(ranks._rounds, 90, tmp_path, types, {"WORLD": 8, "BLOCK": 256}, **options)
     assert (
         kernel.stack <= 8
     )  # ptxas spills one register, since a barrier keeps whether all have come
@@ -382,43 +370,39 @@ def test_the_kernel_of_rounds_compiles(tmp_path):
 @pytest.mark.parametrize("number", range(5))
 def test_blocks_that_wait_keep_their_registers(tmp_path, number):
     pytest.importorskip("triton", reason="kernels need Triton")
-    import gpu_contention
 
     from tests.ops.compiled import compiled
 
-    kind = gpu_contention.WAITING[number]
+    kind = contention.WAITING[number]
     types = {"flag": "*i32", "values": "*fp32", "spins": "i32"}
-    constants = {"BLOCK": gpu_contention.block_size(kind)}
+    constants = {"BLOCK": contention.block_size(kind)}
     options = {"num_warps": kind.warps, "maxnreg": 128}
-    kernel = compiled(gpu_contention._hold, 90, tmp_path, types, constants, **options)
+    kernel = compiled(contention._hold, 90, tmp_path, types, constants, **options)
     assert kernel.stack == 0 and 64 <= kernel.registers <= 128
 
 
 def test_every_row_has_its_commit_and_says_if_it_is_older_than_its_code():
-    """After a change of a kernel: python benchmarks/gpu_ages.py writes gpu.md again."""
-    import gpu
-    import gpu_ages
+    """After a change of a kernel: python -m benchmarks.gpu.ages writes gpu.md again."""
 
-    if not (gpu_ages.ROOT / ".git").exists():
+    if not (ages.ROOT / ".git").exists():
         pytest.skip("git knows nothing of these sources")
-    text = (gpu.RESULTS / "gpu.md").read_text()
-    found = json.loads((gpu.RESULTS / "gpu.json").read_text())["sections"]
-    assert set(found) <= set(gpu_ages.SOURCES) and set(gpu.sections()) == set(gpu_ages.SOURCES)
+    text = (RESULTS / "gpu.md").read_text()
+    found = json.loads((RESULTS / "gpu.json").read_text())["sections"]
+    assert set(found) <= set(ages.SOURCES) and set(gpu.sections()) == set(ages.SOURCES)
     for name, rows in found.items():
         assert all(row["commit"] for row in rows), name
         of_section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        assert gpu_ages.age(name, rows) in of_section, "python benchmarks/gpu_ages.py"
+        assert ages.age(name, rows) in of_section, "python -m benchmarks.gpu.ages"
 
 
 def test_a_row_is_older_than_its_code_if_git_says_so(monkeypatch):
-    import gpu_ages
 
     rows = [{"us": 1, "commit": "aaaa"}, {"us": 2, "commit": "bbbb+"}]
-    monkeypatch.setattr(gpu_ages, "commit_now", lambda: "cccc")
+    monkeypatch.setattr(ages, "commit_now", lambda: "cccc")
     changes = {"aaaa..HEAD": "2", "bbbb..HEAD": "0"}
-    monkeypatch.setattr(gpu_ages, "_git", lambda *arguments: changes[arguments[2]])
+    monkeypatch.setattr(ages, "_git", lambda *arguments: changes[arguments[2]])
     text = "Rows of aaaa are **older than their code**: ops has changed since."
-    assert gpu_ages.age("kernels", rows) == text
-    assert gpu_ages.age("kernels", rows[1:]) == "Of the code of ops as it is."
-    unknown = [{"us": 1, "commit": gpu_ages.UNKNOWN}]
-    assert "older than their code" in gpu_ages.age("kernels", unknown)
+    assert ages.age("kernels", rows) == text
+    assert ages.age("kernels", rows[1:]) == "Of the code of ops as it is."
+    unknown = [{"us": 1, "commit": ages.UNKNOWN}]
+    assert "older than their code" in ages.age("kernels", unknown)

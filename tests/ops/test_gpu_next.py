@@ -17,6 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import RESULTS
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import contention, memops, next_gpu, starts
 from tests.support.fabric import Fabric, Rank
 from tests.support.fake_cuda import FakeCuda
 from ztrans.ir.collectives import reduce
@@ -26,58 +29,48 @@ from ztrans.runtime.collectives import wait
 from ztrans.runtime.cuda.nccl import StreamedStart, Transport
 from ztrans.runtime.cuda.streams import Streams
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def test_what_is_measured_next_says_what_is_expected_beside_what_was_seen(monkeypatch):
-    import gpu
-    import gpu_next
 
     seen = {"numerics": [{"check": "sums", "result": "bit for bit"}], "gil": [{"failed": "so"}]}
-    name_of = {part: name for name, part in gpu_next.PARTS.items()}
+    name_of = {part: name for name, part in next_gpu.PARTS.items()}
     run_part = lambda part, device, seconds: seen[name_of[part]]
-    monkeypatch.setattr(gpu_next, "run_part", run_part)
+    monkeypatch.setattr(next_gpu, "run_part", run_part)
     texts = []
-    assert not gpu_next.run(CPU, 100.0, texts.append, ("numerics", "gil"))
+    assert not next_gpu.run(CPU, 100.0, texts.append, ("numerics", "gil"))
     first, last = texts
     assert "## gil" not in first
     assert (
         "Expected: six times 'bit for bit'" in last and "- check sums, result bit for bit" in last
     )
     assert "- failed so" in last
-    assert not gpu_next.run(CPU, 4.0, texts.append, ("numerics",))
+    assert not next_gpu.run(CPU, 4.0, texts.append, ("numerics",))
     assert "not run: the time was over" in texts[-1]
-    assert sum(part.seconds for part in gpu_next.PARTS.values()) <= gpu.NEXT_SECONDS
-    assert set(gpu_next.SCENARIOS) <= set(gpu_next.gpu_two_ranks.SCENARIOS)
+    assert sum(part.seconds for part in next_gpu.PARTS.values()) <= gpu.NEXT_SECONDS
+    assert set(next_gpu.SCENARIOS) <= set(next_gpu.two_ranks.SCENARIOS)
 
 
 def test_a_thread_that_looks_shows_who_keeps_the_lock_of_python():
     """As the two ways to call a function of C do."""
-    import gpu_next
 
     micros = 400_000
-    assert gpu_next.looks_beside(lambda: ctypes.CDLL(None).usleep(micros)) > 5
-    assert gpu_next.looks_beside(lambda: ctypes.PyDLL(None).usleep(micros)) <= 2
+    assert next_gpu.looks_beside(lambda: ctypes.CDLL(None).usleep(micros)) > 5
+    assert next_gpu.looks_beside(lambda: ctypes.PyDLL(None).usleep(micros)) <= 2
 
 
 @pytest.mark.slow
 def test_without_a_gpu_nothing_is_measured_next():
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--next"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--next"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parents[1])
     assert run.returncode == 1 and "torch sees none here: nothing is measured" in run.stderr
-    assert not (BENCHMARKS / "results" / "gpu_next.md").exists()
+    assert not (RESULTS / "gpu_next.md").exists()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_barriers_by_the_driver_let_no_rank_read_too_early_or_too_late(seed):
     """On streams that go on in random order. Each rank writes its part, meets, reads all parts, meets."""
-    import gpu_memops
 
     chance, ranks, rounds = random.Random(seed), 3, 6
     pads, parts = defaultdict(int), [None] * ranks
@@ -86,21 +79,21 @@ def test_barriers_by_the_driver_let_no_rank_read_too_early_or_too_late(seed):
         operations = []
         for k in range(rounds):
             operations.append(("fill", rank, k))
-            operations += gpu_memops.barrier(rank, ranks, 0)
+            operations += memops.barrier(rank, ranks, 0)
             operations.append(("read", rank, k))
-            operations += gpu_memops.barrier(rank, ranks, 1)
+            operations += memops.barrier(rank, ranks, 1)
             operations.append(("fill", rank, "NaN"))
         streams.append(operations)
     while any(streams):
         stream = chance.choice([stream for stream in streams if stream])
         what, *which = stream[0]
-        if what == gpu_memops.WAIT and pads[tuple(which[:3])] != which[3]:
+        if what == memops.WAIT and pads[tuple(which[:3])] != which[3]:
             assert any(
-                s and (s[0][0] != gpu_memops.WAIT or pads[s[0][1:4]] == s[0][4]) for s in streams
+                s and (s[0][0] != memops.WAIT or pads[s[0][1:4]] == s[0][4]) for s in streams
             )
             continue
         stream.pop(0)
-        if what == gpu_memops.WRITE:
+        if what == memops.WRITE:
             assert pads[tuple(which[:3])] != which[3], "a signal is set, or reset, twice"
             pads[tuple(which[:3])] = which[3]
         elif what == "fill":
@@ -153,7 +146,6 @@ class Driver:
 
 
 def test_a_stream_waits_for_a_value_and_another_one_writes_it(monkeypatch):
-    import gpu_memops
 
     streams, waited = [], []
 
@@ -168,21 +160,20 @@ def test_a_stream_waits_for_a_value_and_another_one_writes_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
     driver = Driver()
     driver.is_capturing = True  # so that the wait returns
-    waiting = gpu_memops.StreamWait(CPU, driver)
+    waiting = memops.StreamWait(CPU, driver)
     waiting.begin()
     waiting.end_after("event")
     assert waited == ["compute", "event"]
     assert driver.calls == [("wait", 1, 1, 1), ("write", 2, 1, 0)]
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32_v2 returned 801"):
-        gpu_memops.StreamWait(CPU, Driver("write")).end_after("event")
+        memops.StreamWait(CPU, Driver("write")).end_after("event")
 
 
 def gathered(rounds: int, waits: bool, driver: Driver) -> dict:
     """What a judge says of some gathers. Each stream is a thread; without waits one rank is ahead of the others."""
-    import gpu_memops
 
-    gathers = gpu_memops.Gathers(CPU, ranks=3, waits=waits)
-    call = functools.partial(gpu_memops.on_stream, driver)
+    gathers = memops.Gathers(CPU, ranks=3, waits=waits)
+    call = functools.partial(memops.on_stream, driver)
 
     def send(rank: int) -> None:
         for _ in range(rounds):
@@ -198,24 +189,22 @@ def gathered(rounds: int, waits: bool, driver: Driver) -> dict:
 
 
 def test_gathers_between_barriers_by_the_driver_are_right_and_the_control_is_noticed(monkeypatch):
-    import gpu_memops
 
-    monkeypatch.setattr(gpu_memops, "NUMEL", 64)
+    monkeypatch.setattr(memops, "NUMEL", 64)
     assert gathered(40, True, Driver()) == {"result": "0 wrong values"}
     assert gathered(1, False, Driver()) == {"result": f"{3 * 2 * 64} wrong values"}
-    monkeypatch.setattr(gpu_memops.Gathers, "meet", lambda self, rank, row, stream, call: None)
-    gathers = gpu_memops.Gathers(CPU, ranks=3)
+    monkeypatch.setattr(memops.Gathers, "meet", lambda self, rank, row, stream, call: None)
+    gathers = memops.Gathers(CPU, ranks=3)
     gathers.send(0, None, None)
     assert gathers.judged() == {"failed": "128 wrong values"}
 
 
 @pytest.mark.parametrize("refuses", ["", "capture"])
 def test_a_captured_stream_is_asked_whether_it_takes_writes_and_waits(refuses):
-    import gpu_memops
 
     driver = Driver(refuses)
     stream = SimpleNamespace(cuda_stream=5)
-    assert gpu_memops.captures(driver, stream, 128) == (refuses == "")
+    assert memops.captures(driver, stream, 128) == (refuses == "")
     assert driver.calls[:2] == [("write", 5, 1, 0), ("wait", 5, 1, 1)]
     assert driver.calls[2:] == ([] if refuses else [("destroy", 77)])
 
@@ -255,15 +244,14 @@ class CapturingDriver:
 
 def test_nodes_by_hand_follow_one_another():
     """In the layout of cuda.h: 48 bytes for an operation, 32 for the parameters of a node."""
-    import gpu_memops
 
-    assert (ctypes.sizeof(gpu_memops.Operation), ctypes.sizeof(gpu_memops.Node)) == (48, 32)
-    assert [getattr(gpu_memops.Operation, x).offset for x in ("address", "value", "flags")] == [
+    assert (ctypes.sizeof(memops.Operation), ctypes.sizeof(memops.Node)) == (48, 32)
+    assert [getattr(memops.Operation, x).offset for x in ("address", "value", "flags")] == [
         8, 16, 24
     ]  # fmt: skip
     driver, stream = CapturingDriver(), SimpleNamespace(cuda_stream=5)
-    gpu_memops.as_node(driver, gpu_memops.WRITE, stream, 4096, 1)
-    gpu_memops.as_node(driver, gpu_memops.WAIT, stream, 8192, 1)
+    memops.as_node(driver, memops.WRITE, stream, 4096, 1)
+    memops.as_node(driver, memops.WAIT, stream, 8192, 1)
     assert driver.nodes == [(11, 2, 4096, 1, 0), (101, 1, 8192, 1, 1)]
 
 
@@ -294,14 +282,13 @@ class Card:
 
 
 def test_blocks_run_beside_a_carve_out_where_it_is_applied(monkeypatch):
-    import gpu_contention
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda name: None)
     card = Card(obeys=("target",))
     ways = []
     for name in ("torch", "target"):
-        ways.append(gpu_contention.Carving(name, "cublas", functools.partial(card.leave, name)))
-    first, second = gpu_contention.carve_outs(card, card, ways)
+        ways.append(contention.Carving(name, "cublas", functools.partial(card.leave, name)))
+    first, second = contention.carve_outs(card, card, ways)
     assert first == {
         "products by": "torch", "carve-out 32, of alone": 1.0, "carve-out": "not applied"
     }  # fmt: skip
@@ -310,7 +297,6 @@ def test_blocks_run_beside_a_carve_out_where_it_is_applied(monkeypatch):
 
 
 def test_cublas_is_told_its_number_of_processors_and_then_all_of_them():
-    import gpu_contention
 
     told = []
 
@@ -319,26 +305,24 @@ def test_cublas_is_told_its_number_of_processors_and_then_all_of_them():
             told.append((handle.value, count.value))
             return 0 if count.value < 200 else 7
 
-    with gpu_contention.sm_count_target(100, Cublas(), 33):
+    with contention.sm_count_target(100, Cublas(), 33):
         assert told == [(33, 100)]
     assert told == [(33, 100), (33, 0)]
     refused = pytest.raises(RuntimeError, match="cublasSetSmCountTarget returned 7")
-    with refused, gpu_contention.sm_count_target(200, Cublas(), 33):
+    with refused, contention.sm_count_target(200, Cublas(), 33):
         pass
-    assert Path(gpu_contention.path_of("libtorch_cpu.so")).exists()
+    assert Path(contention.path_of("libtorch_cpu.so")).exists()
     with pytest.raises(FileNotFoundError, match=r"this process has not loaded libnothing\.so"):
-        gpu_contention.path_of("libnothing.so")
+        contention.path_of("libnothing.so")
 
 
 def test_copies_and_sums_bring_what_they_say(monkeypatch):
-    import gpu_contention
 
-    monkeypatch.setattr(gpu_contention, "COPIED", 1 << 10)
-    assert gpu_contention.copied_sums(CPU)() == 2 << 10
+    monkeypatch.setattr(contention, "COPIED", 1 << 10)
+    assert contention.copied_sums(CPU)() == 2 << 10
 
 
 def test_the_host_time_of_a_start_is_split_by_function():
-    import gpu_starts
 
     eqn = reduce([Var("g", torch.bfloat16, (64,))], ["f"], "dp", "sum", Split("dp"))
     channel = Rank(Fabric(1), 0, Hosts(1))
@@ -351,9 +335,9 @@ def test_the_host_time_of_a_start_is_split_by_function():
             (member,) = start(term)
             assert torch.equal(wait(member), term)
 
-    figures = gpu_starts.profiled(steps, [start])
+    figures = starts.profiled(steps, [start])
     assert list(figures) == [
-        "us a start", *gpu_starts.PARTS, "streams, events and the rest"
+        "us a start", *starts.PARTS, "streams, events and the rest"
     ]  # fmt: skip
     whole, *parts = figures.values()
     assert all(us > 0 for us in parts)
@@ -380,11 +364,10 @@ class Waiting:
 
 
 def test_graphs_are_replayed_until_a_rank_waits_in_vain():
-    import gpu_next
 
-    failed = gpu_next.replayed(Waiting(3))
+    failed = next_gpu.replayed(Waiting(3))
     assert failed["replays"] == 3 and failed["failed"] == "rank 1 waited in vain for rank 0"
-    well = gpu_next.replayed(Waiting(1000))
+    well = next_gpu.replayed(Waiting(1000))
     assert well["replays"] == 500 and well["result"] == "right"
 
 
@@ -398,11 +381,10 @@ def starts_another(path: Path, device: torch.device):
 
 @pytest.mark.slow
 def test_a_part_that_fails_or_is_ended_leaves_no_process(tmp_path):
-    import gpu_next
 
     path = tmp_path / "pid"
-    part = gpu_next.Part(60, "nothing", functools.partial(starts_another, path))
-    lines = gpu_next.run_part(part, CPU, 100)
+    part = next_gpu.Part(60, "nothing", functools.partial(starts_another, path))
+    lines = next_gpu.run_part(part, CPU, 100)
     assert lines == [{"what": "started"}, {"failed": "RuntimeError: ValueError: planted"}]
     state = Path(f"/proc/{path.read_text()}/stat")
     end = time.monotonic() + 10

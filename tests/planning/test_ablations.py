@@ -1,9 +1,9 @@
-"""benchmarks/ablations.py: versions of a step take turns, and the table shows what each choice gains."""
+"""benchmarks/plans/ablations.py: versions of a step take turns, and the table shows what each choice gains."""
 
 import pytest
 
-from benchmarks import ablations
-from benchmarks.ablations import CHOICES, Part, planned_step
+from benchmarks.plans import ablations
+from benchmarks.plans.ablations import CHOICES, Part, planned_step
 from tests.support.evaluate import evaluate
 from tests.support.synthetic import seven
 from ztrans.planning.solver.changes import CHANGES

@@ -1,4 +1,4 @@
-"""The analyses of real programs agree with each other. `python -m benchmarks.analyses` checks many more programs."""
+"""The analyses of real programs agree with each other. `python -m benchmarks.plans.analyses` checks many more programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import analyses
+from benchmarks.plans import analyses
 
 SMALL = ("GPT 2 x 128, fp32", "MLP, uneven and thin leaves")
 

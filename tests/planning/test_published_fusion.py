@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import ztrans as zt
-from benchmarks.published_fusion import fused_kernels, fused_seconds
+from benchmarks.published.fusion import fused_kernels, fused_seconds
 from ztrans.ir.graph import Graph
 from ztrans.planning.cost import launches, memory_traffic
 from ztrans.planning.durations import equation_seconds

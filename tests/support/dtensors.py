@@ -27,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from benchmarks import llama_dtensor
-from benchmarks.llama_model import Config
+from benchmarks.plans import llama_dtensor
+from benchmarks.plans.llama_model import Config
 from tests.support.worlds import ALL, distance, lower_traced
 from ztrans.ir.axes import members
 from ztrans.ir.collectives import rules

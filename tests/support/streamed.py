@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from benchmarks.gpu_symmetric import Always, AlwaysCopied, stepped
+from benchmarks.gpu.symmetric import Always, AlwaysCopied, stepped
 from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.shared_files import FileSource

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ztrans as zt
-from benchmarks.gpu_symmetric import Always, train_step
+from benchmarks.gpu.symmetric import Always, train_step
 from tests.support.fake_cuda import FakeCuda
 from tests.support.shared_files import FileSource
 from ztrans.runtime import codegen, transports

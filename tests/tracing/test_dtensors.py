@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
-from benchmarks import llama_dtensor
+from benchmarks.plans import llama_dtensor
 from tests.support.dtensors import (
     joined,
     llama,

@@ -1,7 +1,7 @@
 """Processors as the cost model sees them, and the figures of the ones that ztrans ships.
 
 A shipped figure is the dense one of the data sheet times the share that kernels reach, with its source beside it.
-Nothing is fitted to runs of whole steps: `benchmarks/published.py` compares the model with them.
+Nothing is fitted to runs of whole steps: `python -m benchmarks.published` compares the model with them.
 """
 
 from __future__ import annotations

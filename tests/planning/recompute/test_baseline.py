@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.func import grad
 
 import ztrans as zt
-from benchmarks.analysis_models import MODELS
+from benchmarks.plans.analysis_models import MODELS
 from ztrans.ir.recompute import recompute
 from ztrans.planning.buffers import by_operation
 from ztrans.planning.recompute.baseline import baseline_of, problem_of

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ztrans as zt
-from benchmarks.frontier_models import gpt, llama
-from benchmarks.llama_model import Config
+from benchmarks.plans.frontier_models import gpt, llama
+from benchmarks.plans.llama_model import Config
 from tests.support.cover import parameters_of
 from tests.support.recompute_bound import least_seconds
 from ztrans.ir.graph import Var

@@ -1,12 +1,12 @@
-"""benchmarks/measured_frontier.py: a small part of it, and what its page says of rows that break a rule."""
+"""benchmarks/plans/measured_frontier.py: a small part of it, and what its page says of rows that break a rule."""
 
 import pytest
 
-from benchmarks import measured_frontier
-from benchmarks.frontier import OURS
-from benchmarks.measured_frontier import Row, broken, fastest_other, measure, report
-from benchmarks.measured_frontier_steps import Part
 from benchmarks.peers.model import Config
+from benchmarks.plans import measured_frontier
+from benchmarks.plans.frontier import OURS
+from benchmarks.plans.measured_frontier import Row, broken, fastest_other, measure, report
+from benchmarks.plans.measured_frontier_steps import Part
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ import json
 import pytest
 
 import ztrans as zt
-from benchmarks.analysis_models import MODELS, gpt
-from benchmarks.frontier_models import gpt as large_gpt
+from benchmarks.plans.analysis_models import MODELS, gpt
+from benchmarks.plans.frontier_models import gpt as large_gpt
 from tests.support.cover import parameters_of
 from ztrans.planning.cost import memory
 from ztrans.planning.limit import DoesNotFit

@@ -1,31 +1,23 @@
 """Steps on several GPUs, if there are as many, one rank on each: compared with lockstep, with FSDP2, and after failures.
 
-The scenarios are those of benchmarks/gpu_two_ranks.py, which runs them on one card.
+The scenarios are those of benchmarks/gpu/two_ranks.py, which runs them on one card.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks import gpu_two_ranks
+from benchmarks.gpu import two_ranks
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def path_of_benchmarks(monkeypatch):
-    folder = str(Path(gpu_two_ranks.__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(folder).parent}:{folder}")
-
-
-@pytest.mark.parametrize("name", gpu_two_ranks.SCENARIOS)
+@pytest.mark.parametrize("name", two_ranks.SCENARIOS)
 def test_a_scenario_ends_well(name):
-    ranks = gpu_two_ranks.SCENARIOS[name]
+    ranks = two_ranks.SCENARIOS[name]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    lines = gpu_two_ranks.outcome(name, ranks, "cuda", 120.0, shares_card=False)
+    lines = two_ranks.outcome(name, ranks, "cuda", 120.0, shares_card=False)
     assert lines
     assert not [line for line in lines if "failed" in line]

@@ -1,4 +1,4 @@
-"""How the scenarios of benchmarks/gpu_two_ranks.py are judged, which need GPUs to run."""
+"""How the scenarios of benchmarks/gpu/two_ranks.py are judged, which need GPUs to run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from benchmarks import gpu_two_ranks
-from benchmarks.gpu_two_ranks import ENDINGS, SCENARIOS, expected_codes, said
+from benchmarks.gpu import two_ranks
+from benchmarks.gpu.two_ranks import ENDINGS, SCENARIOS, expected_codes, said
 
 
 def test_every_scenario_that_ends_all_processes_is_there():
@@ -50,7 +50,7 @@ def test_links_are_checked_unless_ranks_share_a_card(monkeypatch, shares_card):
         def communicate(self, timeout):
             return "", ""
 
-    monkeypatch.setattr(gpu_two_ranks.subprocess, "Popen", Ended)
+    monkeypatch.setattr(two_ranks.subprocess, "Popen", Ended)
     monkeypatch.delenv("SHARES_CARD", raising=False)
-    gpu_two_ranks.outcome("stages", 2, "cuda", 10.0, shares_card)
+    two_ranks.outcome("stages", 2, "cuda", 10.0, shares_card)
     assert ["SHARES_CARD" in environment for environment in variables] == [shares_card] * 2

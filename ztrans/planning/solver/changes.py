@@ -113,7 +113,7 @@ def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
     return choice._replace(gathers=tuple(buckets), levers=levers)
 
 
-# Each change with its weight. `benchmarks/ablations.py` leaves out one at a time, to measure its gain.
+# Each change with its weight. `benchmarks/plans/ablations.py` leaves out one at a time, to measure its gain.
 CHANGES: tuple[tuple[Change, int], ...] = (
     (split, 20),
     (join, 30),

@@ -42,7 +42,7 @@ class Scalars(NamedTuple):
     waited_together: int = 1
 
 
-# The values that the search tries for each scalar. `benchmarks/ablations.py` measures the gain of each scalar.
+# The values that the search tries for each scalar. `benchmarks/plans/ablations.py` measures the gain of each scalar.
 VALUES: Mapping[str, Sequence[Any]] = {
     "whole": (0.0, 0.125, 0.25, 0.5, 0.75, 1.0),
     "parts": (0.0, 0.5, 1.0),

@@ -1,1 +1,0 @@
-"""Small builds of models of transformers, timm, diffusers and peft. Each file has those of one library."""

@@ -1,0 +1,1 @@
+"""Kernels, collectives and training steps on one GPU. See __main__.py."""

@@ -1,0 +1,1 @@
+"""What the host costs: the first call, a trace, and a warm step."""
