@@ -7,17 +7,19 @@ reads (see `reads`) and the states of the random generators are compared before 
 - PyTorch's generator has changed, the step seeds it or sets its state, and is refused;
 - a value that the step reads has changed, it is traced again. A step that only initializes itself in its first run
   changes nothing in the second, and has the same program. Any other step is refused;
-- the step has drawn in Python or NumPy, it is traced twice more, with the lowest draws and with the highest (see
-  `next_draws`). It is refused if its programs differ.
+- the step has drawn in Python or NumPy, it is traced twice more, with the lowest draws and with the highest. It is
+  refused if its programs differ. Two traces with other draws may take the same branch by chance, above all if the step
+  compares a draw with a small probability.
 
 The values that a trace has changed are not restored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -27,7 +29,6 @@ import torch
 from ..ir.graph import Graph
 from ..ir.printer import HasGraph, program
 from ..ir.structure import structures
-from .next_draws import HIGHEST, LOWEST, next_draws
 from .reads import Reads
 
 # The most changes that a message lists.
@@ -43,6 +44,14 @@ _DRAW = (
     "Draw with torch inside the step, torch.rand(()), or outside of it, and pass the number in as an "
     "argument."
 )
+
+# The first words of the generators' state for the lowest draws: `random.random()` gives 1.5e-8, and `random.choice`
+# takes the first entry. Python and NumPy have Mersenne Twisters, which make 32 bits of a draw from each word: here 64.
+_LOWEST = [0x00000040] * 400
+# For the highest draws, 0xFFFFFFBF and 0x7FFFFF01: `random.random()` gives 1 - 1.5e-8. `random.choice` rejects the
+# first 300, which are larger than any position. With the other words it takes an entry other than the first, if there
+# is one.
+_HIGHEST = [0x12DD9BF3] * 300 + [0x07B140D6] * 100
 
 
 class ImpureStepError(ValueError):
@@ -74,9 +83,9 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
         return first
 
     # A step that only initializes itself in its first run changes nothing in a second trace, and has the same program.
-    draws_to_try = [LOWEST, HIGHEST] if generators_drawn else [()]
-    for words in draws_to_try:
-        with next_draws(words):
+    words_to_try = [_LOWEST, _HIGHEST] if generators_drawn else [()]
+    for words in words_to_try:
+        with _next_words(words):
             latest = record()
         changes = reads_after.changes(reads.values())
         if changes:
@@ -93,6 +102,32 @@ def trace_without_side_effects(record: Callable[[], T], reads: Reads, step_name:
                 f"{_DRAW if draws else _KEEP}"
             )
     return latest
+
+
+@contextlib.contextmanager
+def _next_words(words: Sequence[int]) -> Iterator[None]:
+    """Make the generators of Python and NumPy draw from these words first, inside the context.
+
+    Afterwards they continue as before it. Without words, the context does nothing.
+    """
+    if not words:
+        yield
+        return
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state(legacy=False)
+    count = len(words)
+    try:
+        version, (*old_words, _), _ = python_state
+        random.setstate((version, (*words, *old_words[count:], 0), None))
+        # A caller may have set another kind of generator.
+        if numpy_state["bit_generator"] == "MT19937":
+            numpy_words = numpy_state["state"]["key"]
+            key = numpy.array([*words, *numpy_words[count:]], numpy.uint32)
+            numpy.random.set_state(("MT19937", key, 0, 0, 0.0))
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def _seeding_error(reads: Reads, step_name: str) -> ImpureStepError:

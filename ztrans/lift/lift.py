@@ -91,7 +91,7 @@ def lift(
                 "lift: the model has no parameters, so there is no gradient for a scaler to scale."
             )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
-    sharing = sharing_buffers(state, model)
+    sharing = sharing_buffers(state)
     return LiftedStep(loop_step, model, optimizers, carry_grads, scaler, sharing), state
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from ..calling.inputs import extent, local_part, overlapping
 from ..calling.trees import named_leaves
@@ -19,7 +18,7 @@ from ..tracing.known_values import storage_of
 from .lifted_state import State
 
 
-def sharing_buffers(state: State, model: nn.Module) -> list[tuple[str, str]]:
+def sharing_buffers(state: State) -> list[tuple[str, str]]:
     """The pairs of buffers that share memory, by their names in the state. The loop step may not change these buffers.
 
     Raises: ValueError for other tensors that share memory.
@@ -29,23 +28,16 @@ def sharing_buffers(state: State, model: nn.Module) -> list[tuple[str, str]]:
         if isinstance(x, torch.Tensor) and not x.is_meta and x.layout is torch.strided:
             tensors[name] = local_part(x)
     names = list(tensors)
-    registered_names = {f"buffers.{name}" for name, _ in model.named_buffers()}
     pairs = []
     for i, j in overlapping(list(tensors.values())):
         pair = names[i], names[j]
         if all(name.startswith("buffers.") for name in pair):
             pairs.append(pair)
             continue
-        advice = "Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone()."
-        for name in pair:
-            # Before the first forward, nn.utils.spectral_norm has a tensor in the parameter's memory as an attribute.
-            if name.startswith("buffers.") and name not in registered_names:
-                advice = (
-                    f"{name} is a plain attribute. Call the model once before lift, if its forward computes it; or "
-                    f"delete it."
-                )
         raise ValueError(
-            f"lift: {pair[0]} and {pair[1]} share memory, and in a state each would have its own.\n{advice}"
+            f"lift: {pair[0]} and {pair[1]} share memory, and in a state each would have its own.\n"
+            f"Use one parameter for both, first.weight = second.weight, or give one of them a copy: .clone(). Call the "
+            f"model once before lift, if its forward computes one of them, as that of nn.utils.spectral_norm does."
         )
     return pairs
 
