@@ -19,6 +19,7 @@ from tests.support.streamed import RANK, trained
 from tests.support.worlds import ALL, batches, distance, slices
 from ztrans.runtime import session
 from ztrans.runtime.cuda.streams import Streams
+from ztrans.runtime.transports import StreamTransports
 
 WORLD, LOCAL = 6, 3
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -48,7 +49,7 @@ def main() -> None:
         states = [step.shard(case.state()) for _ in range(2)]
         plain, text = trained(case, states[0], low, mesh, None)
         with Races() as cuda:
-            streamed, on_gpu = trained(case, states[1], low, mesh, Streams(cuda))
+            streamed, on_gpu = trained(case, states[1], low, mesh, StreamTransports(Streams(cuda)))
         truth = [case.state()]
         for each in local if number == RANK else ():
             truth[0], _ = low.lockstep(truth[0], each)
