@@ -141,7 +141,7 @@ def test_a_plan_is_for_the_stage_that_it_was_made_for(tmp_path):
     assert roomy.graph.zero_stage == 3 and str(roomy) == str(tight)
     assert roomy.plan.notes[:3] == tight.plan.notes[:3]
     smaller = chain(step).trace(*arguments(5, 512, 8))
-    assert smaller.follow(tight).graph.zero_stage == 3
+    assert smaller.lower(cluster=tight.cluster, plan=tight.plan, follow=True).graph.zero_stage == 3
     with pytest.raises(ValueError, match="it was made for program"):
         chain(step).lower(*arguments(4, 512, 64), plan=plan)
 
@@ -303,16 +303,17 @@ def test_moments_and_values_of_forward_go_to_the_host_by_one_line():
     moments, both = zt.offload(where="m*"), zt.offload(where="m*", memory="auto")
     error = refused(LONG, 1, 2_000_002)
     traced = zt.chain(zt.shard_params(MESH), moments)(step).trace(*arguments(*LONG))
-    ((line, variant),) = fitting._activations_on_host(traced, error)
+    attempt = fitting.Attempt(traced.graph, traced.transforms, error)
+    ((line, transforms),) = fitting._activations_on_host(attempt)
     assert line == "zt.offload(where='m*', memory='auto')" == f"zt.{both!r}"
-    assert variant.transforms[1:] == (both,)
+    assert transforms[1:] == (both,)
 
 
 def test_a_large_step_is_tried_in_a_few_ways(monkeypatch):
     """Each takes as long as to lower the step."""
     tried = []
 
-    def fails(attempt, remedy, later_remedies, cluster):
+    def fails(attempt, remedy, later_remedies, try_with):
         tried.append(remedy)
         return attempt._replace(remedies=later_remedies)
 
@@ -402,7 +403,7 @@ def test_a_program_that_was_planned_for_another_limit_has_its_own(monkeypatch):
     def simulate(graph, cluster):
         return _Trial(found[graph.hints.memory_limit], 0)
 
-    monkeypatch.setattr("ztrans.fitting.simulate", simulate)
+    monkeypatch.setattr("ztrans.stages.simulate", simulate)
     small, large = step_within.frontier([1_400_000, 2_000_000], cluster=within(ROOMY))
     assert large.graph.hints.memory_limit == 2_000_000
     assert "found within 1.34 MiB" in large.plan.notes

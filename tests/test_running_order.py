@@ -168,7 +168,7 @@ def test_kernels_of_the_update_do_not_depend_on_the_size_of_the_batch():
     kernels = []
     for batch in (64, 80, 88):
         traced = step.trace(state, torch.ones(batch, 64, dtype=torch.bfloat16))
-        graph = traced.follow(first).graph
+        graph = traced.lower(plan=first.plan, follow=True).graph
         in_update = []
         for group in fused_within_peak(graph)[1]:
             if group.eqns[0].region == "update":

@@ -490,7 +490,7 @@ class Compiled(Printed):
         leader = local_program.lowered if local_program is not None else self.lowered
         agreed = self.is_bound
         try:
-            lowered = traced.follow(leader)
+            lowered = traced.lower(cluster=leader.cluster, plan=leader.plan, follow=True)
         except (PlanError, DoesNotFit, HostIsFull):
             lowered = traced.lower(cluster=leader.cluster)
             agreed = False
@@ -706,7 +706,7 @@ def _agreed(lowered: Lowered, changes: Sequence[str]) -> Lowered:
     problem = ""
     try:
         if plan.digest != first.digest:
-            lowered = lowered.in_order_of(first)
+            lowered = lowered.with_plan(first, follow=True)
     except ValueError as error:
         # A PlanError or HostIsFull.
         problem = str(error)

@@ -13,20 +13,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .ir.dependencies import grouped
 from .ir.graph import Graph, Var
 from .ir.printer import format_bytes
-from .planning.cluster import Cluster
-from .planning.cost import Memory
 from .planning.limit import DoesNotFit, Way
 from .planning.place_copies import HostIsFull
-from .planning.plan import Plan
-from .planning.simulate import simulate
-from .planning.skeleton import skeleton
 from .transforms.accumulate import accumulate
-from .transforms.base import Transform
+from .transforms.base import Transform, micro_batches_of
 from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
@@ -40,98 +35,50 @@ _TRIES = 3
 _EQNS_TO_TRY = 150_000
 _LEAST_TRIES = 3
 
-
-# `stages` imports this module, so protocols stand for its classes here.
-
-
-class Planned(Protocol):
-    """The program of one rank, as `stages.Lowered`."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def unordered(self) -> Graph: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def traced(self) -> Variant[Self]: ...
-    def memory_analysis(self) -> Memory: ...
-    def with_plan(self, plan: Plan) -> Self: ...
-    def with_notes(self, notes: Sequence[str]) -> Self: ...
+T = TypeVar("T")
+Transforms = tuple[Transform, ...]
 
 
-P_co = TypeVar("P_co", bound=Planned, covariant=True)
-P = TypeVar("P", bound=Planned)
+class Trial(NamedTuple, Generic[T]):
+    """A step in its planned order, with its simulated seconds and the most bytes that are live on a device."""
 
-
-class Variant(Protocol[P_co]):
-    """A step and its transforms, as `stages.Traced`."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def transforms(self) -> tuple[Transform, ...]: ...
-    @property
-    def micro_batches(self) -> int: ...
-    @property
-    def variants(self) -> Sequence[Variant[P_co]]: ...
-    def with_transforms(self, transforms: tuple[Transform, ...]) -> Variant[P_co]: ...
-    def without_order(self, cluster: Cluster | None, plan: Plan | None = None) -> P_co: ...
-    def planned(self, cluster: Cluster | None) -> P_co: ...
-
-
-class Trial(NamedTuple, Generic[P]):
-    """A step in its planned order, with its simulated time in seconds."""
-
-    lowered: P
+    lowered: T
     seconds: float
-
-    @staticmethod
-    def of(traced: Variant[P], cluster: Cluster | None) -> Trial[P]:
-        """Raises: DoesNotFit if the step needs more memory than its limit."""
-        lowered = with_chosen_options(traced, cluster)
-        return Trial(lowered, simulate(lowered.graph, lowered.cluster).seconds)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that are live on the device of a rank."""
-        return self.lowered.memory_analysis().peak
+    peak: int
 
     def way(self, line: str) -> Way:
         """This step as a way to fit. `line` is the code that the user adds."""
         return Way(line, self.seconds, self.peak)
 
 
+Result = Trial[T] | DoesNotFit | HostIsFull
+
+
 # Open options.
 
 
-def with_chosen_options(traced: Variant[P], cluster: Cluster | None) -> P:
-    """Plan a step with the first of its fastest variants that fit.
+def fastest_variant(results: Sequence[tuple[str, Result[T]]]) -> tuple[T, list[str]]:
+    """The first of the fastest variants of a step that fit, and a note on each variant.
 
-    The notes of the plan name the chosen variant, and the time and memory of each.
+    Args:
+        results: the options that each variant has chosen, and its trial.
 
-    Raises: DoesNotFit if no variant fits: the error of the variant that needs the least memory. HostIsFull if the host
-        has too little memory for any of them.
+    Raises: DoesNotFit or HostIsFull if none fits (see `closest_error`).
     """
-    variants = traced.variants
-    if len(variants) == 1:
-        return traced.planned(cluster)
-    results = [_result(variant, cluster) for variant in variants]
-    trials = [result for result in results if isinstance(result, Trial)]
+    trials = [result for _, result in results if isinstance(result, Trial)]
     if not trials:
-        raise _closest_error(results)
-    chosen = _first_of_fastest(trials)
+        raise closest_error([result for _, result in results])
+    least_seconds = min(trial.seconds for trial in trials)
+    fastest = [trial for trial in trials if trial.seconds <= least_seconds * (1 + EQUAL)]
 
     notes = []
-    for variant, result in zip(variants, results):
-        verb = "chosen" if result is chosen else "not chosen"
-        notes.append(f"{verb}: {_takes(_chosen_options(traced, variant), result)}")
-    return chosen.lowered.with_notes(notes)
+    for options, result in results:
+        verb = "chosen" if result is fastest[0] else "not chosen"
+        notes.append(f"{verb}: {_takes(options, result)}")
+    return fastest[0].lowered, notes
 
 
-def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> ValueError:
+def closest_error(results: Sequence[Result[Any]]) -> ValueError:
     """The error of the variant that needs the least device memory, among variants that fit on the host.
 
     If none fits there, it is the first error.
@@ -143,25 +90,7 @@ def _closest_error(results: Sequence[Trial[P] | DoesNotFit | HostIsFull]) -> Val
     return errors[0]
 
 
-def _first_of_fastest(trials: Sequence[Trial[P]]) -> Trial[P]:
-    fastest = min(trial.seconds for trial in trials)
-    as_fast = [trial for trial in trials if trial.seconds <= fastest * (1 + EQUAL)]
-    return as_fast[0]
-
-
-def _chosen_options(traced: Variant[Any], variant: Variant[Any]) -> str:
-    """The transforms of a variant that differ from the step's, with the options chosen."""
-    return ", ".join(repr(t) for t in variant.transforms if t not in traced.transforms)
-
-
-def _result(variant: Variant[P], cluster: Cluster | None) -> Trial[P] | DoesNotFit | HostIsFull:
-    try:
-        return Trial.of(variant, cluster)
-    except (DoesNotFit, HostIsFull) as error:
-        return error
-
-
-def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
+def _takes(options: str, result: Result[Any]) -> str:
     """A note on the time and memory of a variant with these options, or why it does not fit."""
     if isinstance(result, Trial):
         return str(result.way(options))
@@ -170,42 +99,7 @@ def _takes(options: str, result: Trial[P] | DoesNotFit | HostIsFull) -> str:
     return f"{options}: it needs {format_bytes(result.least.peak)}"
 
 
-def variant_of_plan(traced: Variant[P], plan: Plan, cluster: Cluster | None) -> P:
-    """The variant of a step whose program a plan is for, before it has an order; the first variant if there is none."""
-    variants = [variant.without_order(cluster, plan) for variant in traced.variants]
-    # Fingerprints take time, so a single variant is not compared.
-    if len(variants) > 1:
-        for variant in variants:
-            if skeleton(variant.unordered).fingerprint == plan.program:
-                return variant
-    return variants[0]
-
-
 # Several limits.
-
-
-def frontier(traced: Variant[P], limits: Sequence[int], cluster: Cluster | None) -> list[P | None]:
-    """For each limit, the fastest program that fits it, among the programs planned for all limits; None if none fits.
-
-    Raises: ValueError if no transform of the step has a memory limit. DoesNotFit or HostIsFull if no limit is enough.
-    """
-    results: dict[int, Trial[P] | DoesNotFit | HostIsFull] = {}
-    for limit in dict.fromkeys(limits):
-        results[limit] = _result(_within(traced, limit), cluster)
-    trials = {limit: trial for limit, trial in results.items() if isinstance(trial, Trial)}
-    if results and not trials:
-        raise _closest_error([results[limit] for limit in sorted(results, reverse=True)])
-
-    programs: list[P | None] = []
-    for limit in limits:
-        planned_for = fastest_within(trials, limit)
-        if planned_for is None:
-            programs.append(None)
-        elif planned_for == limit:
-            programs.append(trials[limit].lowered)
-        else:
-            programs.append(_with_limit(trials[planned_for].lowered, planned_for, limit))
-    return programs
 
 
 def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
@@ -224,65 +118,68 @@ def fastest_within(trials: Mapping[int, Trial[Any]], limit: int) -> int | None:
     return min(fitting, key=rank, default=None)
 
 
-def _within(traced: Variant[P], limit: int) -> Variant[P]:
-    """A step within another memory limit.
+def within_limit(transforms: Transforms, limit: int, step: str) -> Transforms:
+    """The transforms of a step within another memory limit.
 
     Raises: ValueError if no transform has a limit, or if a transform keeps its own.
     """
-    transforms = tuple(t.within(limit) for t in traced.transforms)
-    for t in transforms:
+    limited = tuple(t.within(limit) for t in transforms)
+    for t in limited:
         if t.memory_limit not in (None, limit):
             raise ValueError(
                 f"{t!r}: it names a limit of memory, and it cannot be given another one.\n"
                 f"Write its method `within(self, limit)`, which returns this transform with that limit."
             )
-    if all(t.memory_limit is None for t in transforms):
+    if all(t.memory_limit is None for t in limited):
         raise ValueError(
-            f"{traced.graph.name}: no transform of this step has a limit of memory.\n"
+            f"{step}: no transform of this step has a limit of memory.\n"
             f'Add zt.prefetch(), or zt.remat(memory="auto") to choose what backward recomputes.'
         )
-    return traced.with_transforms(transforms)
-
-
-def _with_limit(lowered: P, planned_for: int, limit: int) -> P:
-    """The program of a step within `limit`, in the order that was planned for another limit."""
-    plan = lowered.plan
-    limited = _within(lowered.traced, limit).without_order(lowered.cluster, plan)
-    note = f"found within {format_bytes(planned_for)}"
-    fingerprint = skeleton(limited.unordered).fingerprint
-    return limited.with_plan(
-        dataclasses.replace(plan, program=fingerprint, notes=(note, *plan.notes))
-    )
+    return limited
 
 
 # Ways to fit.
 
-# A line of code that may help, and the step with it.
-Proposal = tuple[str, Variant[Any]]
+
+# A line of code that may help, and the transforms of the step with it.
+Proposal = tuple[str, Transforms]
 # A generator of proposals of one kind for a step that does not fit, from the smallest change to the largest.
-Remedy = Callable[[Variant[Any], DoesNotFit], Iterator[Proposal]]
+Remedy = Callable[["Attempt"], Iterator[Proposal]]
+# Plans a step with other transforms. Raises DoesNotFit, or ValueError if the step cannot have them.
+Try = Callable[[Transforms], Trial[Any]]
 
 
-class _Attempt(NamedTuple):
-    """A step that does not fit, with the lines added so far, and the remedies that may still be added."""
+class Attempt(NamedTuple):
+    """A step that does not fit.
 
-    lines: tuple[str, ...]
-    traced: Variant[Any]
+    Attributes:
+        graph: the program as written.
+        transforms: the transforms of the step.
+        error: what it needs, and its limit.
+        lines: the lines added so far.
+        remedies: the remedies that may still be added.
+    """
+
+    graph: Graph
+    transforms: Transforms
     error: DoesNotFit
-    remedies: tuple[Remedy, ...]
+    lines: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
 
 
-def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit) -> list[Way]:
+def ways_to_fit(
+    graph: Graph, transforms: Transforms, error: DoesNotFit, try_with: Try
+) -> list[Way]:
     """The ways to make a step fit its limit: one more transform each, or several where one is not enough.
 
     Each try plans and simulates the step, which takes as long as lowering it, so a large step gets few tries. Their
     number depends only on the size of the program, so all ranks try the same ways.
     """
-    tries_left = max(_LEAST_TRIES, _EQNS_TO_TRY // max(1, len(traced.graph.eqns)))
-    attempts = [_Attempt((), traced, error, _REMEDIES)]
+    tries_left = max(_LEAST_TRIES, _EQNS_TO_TRY // max(1, len(graph.eqns)))
+    attempts = [Attempt(graph, transforms, error, remedies=_REMEDIES)]
     while attempts:
         ways: list[Way] = []
-        failed: list[_Attempt] = []
+        failed: list[Attempt] = []
         for attempt in attempts:
             for number, remedy in enumerate(attempt.remedies):
                 if not tries_left:
@@ -290,7 +187,7 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
                 tries_left -= 1
                 # Only later remedies may follow this one, so that no combination is tried twice.
                 later_remedies = attempt.remedies[number + 1 :]
-                result = _tried(attempt, remedy, later_remedies, cluster)
+                result = _tried(attempt, remedy, later_remedies, try_with)
                 if isinstance(result, Way):
                     ways.append(result)
                 elif result is not None:
@@ -303,20 +200,20 @@ def ways_to_fit(traced: Variant[Any], cluster: Cluster | None, error: DoesNotFit
 
 
 def _tried(
-    attempt: _Attempt, remedy: Remedy, later_remedies: tuple[Remedy, ...], cluster: Cluster | None
-) -> Way | _Attempt | None:
+    attempt: Attempt, remedy: Remedy, later_remedies: tuple[Remedy, ...], try_with: Try
+) -> Way | Attempt | None:
     """The first way that fits among the proposals of a remedy.
 
     If none fits, the attempt with the proposal that needs the least memory; None if no proposal needs less than before.
     """
     best = attempt
-    for line, variant in remedy(attempt.traced, attempt.error):
+    for line, transforms in remedy(attempt):
         lines = _with_line(attempt.lines, line)
         try:
-            return Trial.of(variant, cluster).way(" and ".join(lines))
+            return try_with(transforms).way(" and ".join(lines))
         except DoesNotFit as error:
             if error.least.peak < best.error.least.peak:
-                best = _Attempt(lines, variant, error, later_remedies)
+                best = Attempt(attempt.graph, transforms, error, lines, later_remedies)
         except ValueError:
             # The transform refuses this step, or the host has too little memory for it.
             continue
@@ -334,40 +231,40 @@ def _with_line(lines: tuple[str, ...], line: str) -> tuple[str, ...]:
     return (*others, line)
 
 
-def _higher_stages(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    for t in traced.transforms:
+def _higher_stages(attempt: Attempt) -> Iterator[Proposal]:
+    for t in attempt.transforms:
         if isinstance(t, ShardParams) and isinstance(t.stage, int):
             for stage in range(t.stage + 1, 4):
                 higher = dataclasses.replace(t, stage=stage)
-                yield f"zt.shard_params(..., stage={stage})", _with(traced, higher)
+                yield f"zt.shard_params(..., stage={stage})", _with(attempt, higher)
 
 
-def _recomputation(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
+def _recomputation(attempt: Attempt) -> Iterator[Proposal]:
     planned_remat = remat(memory="auto")
-    present = [t for t in traced.transforms if type(t) is type(planned_remat)]
-    if error.room > 0 and not present:
-        yield 'zt.remat(memory="auto")', _with(traced, planned_remat)
-    elif error.room > 0 and present == [remat()]:
-        yield 'zt.remat(memory="auto") in place of zt.remat()', _with(traced, planned_remat)
+    present = [t for t in attempt.transforms if type(t) is type(planned_remat)]
+    if attempt.error.room > 0 and not present:
+        yield 'zt.remat(memory="auto")', _with(attempt, planned_remat)
+    elif attempt.error.room > 0 and present == [remat()]:
+        yield 'zt.remat(memory="auto") in place of zt.remat()', _with(attempt, planned_remat)
 
 
-def _activations_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    if error.room <= 0:
+def _activations_on_host(attempt: Attempt) -> Iterator[Proposal]:
+    if attempt.error.room <= 0:
         return
-    present = next((t for t in traced.transforms if isinstance(t, Offload)), None)
+    present = next((t for t in attempt.transforms if isinstance(t, Offload)), None)
     if present is None:
-        yield 'zt.offload(memory="auto")', _with(traced, offload(memory="auto"))
+        yield 'zt.offload(memory="auto")', _with(attempt, offload(memory="auto"))
     elif present.memory is None and isinstance(present.where, str):
         # The moments are on the host already, and that is not enough.
         both = offload(where=present.where, memory="auto", across_steps=present.across_steps)
-        yield f"zt.{both!r}", _with(traced, both)
+        yield f"zt.{both!r}", _with(attempt, both)
 
 
-def _moments_on_host(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
-    if not any(isinstance(t, Offload) for t in traced.transforms):
-        pattern = pattern_of_moments(traced.graph)
+def _moments_on_host(attempt: Attempt) -> Iterator[Proposal]:
+    if not any(isinstance(t, Offload) for t in attempt.transforms):
+        pattern = pattern_of_moments(attempt.graph)
         if pattern:
-            yield f"zt.offload(where={pattern!r})", _with(traced, offload(where=pattern))
+            yield f"zt.offload(where={pattern!r})", _with(attempt, offload(where=pattern))
 
 
 def pattern_of_moments(graph: Graph) -> str:
@@ -402,21 +299,17 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
     return sizes
 
 
-def _micro_batches(traced: Variant[Any], error: DoesNotFit) -> Iterator[Proposal]:
+def _micro_batches(attempt: Attempt) -> Iterator[Proposal]:
     """The smallest number of micro-batches that may be enough, and its doublings."""
+    error = attempt.error
     if error.room <= 0:
         return
     # At best, n micro-batches divide the live bytes other than the state by n.
     times_too_large = (error.least.peak - error.least.state) / error.room
     first = max(1, math.ceil(math.log2(times_too_large)))
     for doublings in range(first, first + _TRIES):
-        micro = traced.micro_batches << doublings
-        try:
-            variant = _with(traced, accumulate(micro))
-        except Exception:
-            # The step itself may fail on smaller batches with any error.
-            return
-        yield f"zt.accumulate({micro})", variant
+        micro = micro_batches_of(attempt.transforms) << doublings
+        yield f"zt.accumulate({micro})", _with(attempt, accumulate(micro))
 
 
 _REMEDIES: tuple[Remedy, ...] = (
@@ -428,11 +321,11 @@ _REMEDIES: tuple[Remedy, ...] = (
 )
 
 
-def _with(traced: Variant[Any], transform: Transform) -> Variant[Any]:
-    """A step with a transform, which replaces one of the same kind."""
-    transforms = list(traced.transforms)
+def _with(attempt: Attempt, transform: Transform) -> Transforms:
+    """The transforms of a step with one more, which replaces one of the same kind."""
+    transforms = list(attempt.transforms)
     for i, present in enumerate(transforms):
         if type(present) is type(transform):
             transforms[i] = transform
-            return traced.with_transforms(tuple(transforms))
-    return traced.with_transforms((*transforms, transform))
+            return tuple(transforms)
+    return (*transforms, transform)

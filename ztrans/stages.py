@@ -8,6 +8,7 @@ simulated on a cluster, run for all ranks in this process, and compiled. Printin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -23,7 +24,15 @@ from torch.utils import _pytree as pytree
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
 from .compiled import BACKENDS, Compiled
-from .fitting import frontier, variant_of_plan, ways_to_fit, with_chosen_options
+from .fitting import (
+    Result,
+    Trial,
+    closest_error,
+    fastest_variant,
+    fastest_within,
+    ways_to_fit,
+    within_limit,
+)
 from .ir.across_steps import (
     carried_starts,
     carry_first_gathers,
@@ -40,7 +49,7 @@ from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
 from .ir.micro_batches import micro_batch_programs
 from .ir.neighbours import among_neighbours
-from .ir.printer import Printed, format_seconds
+from .ir.printer import Printed, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
@@ -50,7 +59,7 @@ from .planning.cost import Cost, Memory, bytes_of_others, cost, memory
 from .planning.formulate import formulate
 from .planning.limit import DoesNotFit, check_peak, with_device_limit
 from .planning.make_plan import make_plan, with_memory_notes
-from .planning.place_copies import check_host_memory, place_copies
+from .planning.place_copies import HostIsFull, check_host_memory, place_copies
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
 from .planning.recompute.plan_recomputation import (
@@ -196,24 +205,30 @@ class Traced(Printed):
         return dataclasses.replace(self, recording=recording, transforms=transforms)
 
     @ends_at_user
-    def lower(self, *, cluster: Cluster | None = None, plan: Plan | None = None) -> Lowered:
+    def lower(
+        self, *, cluster: Cluster | None = None, plan: Plan | None = None, follow: bool = False
+    ) -> Lowered:
         """Apply all transforms, and plan buckets and order. Returns the program of one rank.
 
         Args:
             cluster: the devices and links to plan for; by default H100s on InfiniBand, with the memory of the GPUs
                 that the step runs on, or CPUs on gigabit Ethernet. `Step.tune` plans from measured times.
             plan: an existing plan to use instead of a new one.
+            follow: use `plan` even if the program then needs more memory than its limit, because other ranks use it.
 
         Raises:
             ValueError: the plan is for another program, or the program needs more memory than its limit.
             ProgramError: a transform returned a program that is not well formed.
         """
         if plan is not None:
-            return self._with_plan(plan, cluster)
+            with stage(self.graph.name, "plan"):
+                return self._variant_of(plan, cluster).with_plan(plan, follow=follow)
         try:
-            return with_chosen_options(self, cluster)
+            return self._planned_variant(cluster)
         except DoesNotFit as error:
-            raise error.with_ways(ways_to_fit(self, cluster, error)) from None
+            try_with = functools.partial(self._trial, cluster)
+            ways = ways_to_fit(self.graph, self.transforms, error, try_with)
+            raise error.with_ways(ways) from None
 
     @ends_at_user
     def frontier(
@@ -235,23 +250,76 @@ class Traced(Printed):
         Raises: ValueError if a limit is not a number of bytes, no transform has a limit, or the step fits no limit.
         """
         limits_in_bytes = [byte_count("frontier: limits", limit // 1, 1) for limit in limits]
-        return frontier(self, limits_in_bytes, cluster)
+        results: dict[int, Result[Lowered]] = {}
+        for limit in dict.fromkeys(limits_in_bytes):
+            limited = within_limit(self.transforms, limit, self.graph.name)
+            results[limit] = self._result(cluster, limited)
+        trials = {limit: trial for limit, trial in results.items() if isinstance(trial, Trial)}
+        if results and not trials:
+            raise closest_error([results[limit] for limit in sorted(results, reverse=True)])
 
-    @no_collection()
-    @without_autocast()
-    def _with_plan(self, plan: Plan, cluster: Cluster | None) -> Lowered:
-        lowered = variant_of_plan(self, plan, cluster)
-        with stage(self.graph.name, "plan"):
-            return lowered.with_plan(plan)
+        programs: list[Lowered | None] = []
+        for limit in limits_in_bytes:
+            planned_for = fastest_within(trials, limit)
+            if planned_for is None:
+                programs.append(None)
+            elif planned_for == limit:
+                programs.append(trials[limit].lowered)
+            else:
+                programs.append(trials[planned_for].lowered._with_limit(limit, planned_for))
+        return programs
 
-    @no_collection()
-    @without_autocast()
-    def follow(self, leader: Lowered) -> Lowered:
-        """The program of one rank, in the order of `leader`, a program of the same step for other batch sizes.
+    def _planned_variant(self, cluster: Cluster | None) -> Lowered:
+        """The program of one rank in a new order, of the first of the fastest variants that fit.
 
-        Raises: PlanError if the two programs do not have the same collectives.
+        The notes of the plan name the chosen variant, and the time and memory of each.
+
+        Raises: DoesNotFit if no variant fits: the error of the variant that needs the least memory. HostIsFull if the
+            host has too little memory for any of them.
         """
-        return variant_of_plan(self, leader.plan, leader.cluster).in_order_of(leader.plan)
+        variants = self.variants
+        if len(variants) == 1:
+            return self.planned(cluster)
+        results = []
+        for variant in variants:
+            chosen_options = [repr(t) for t in variant.transforms if t not in self.transforms]
+            result = self._result(cluster, variant.transforms)
+            results.append((", ".join(chosen_options), result))
+        lowered, notes = fastest_variant(results)
+        return lowered.with_notes(notes)
+
+    def _result(
+        self, cluster: Cluster | None, transforms: tuple[Transform, ...]
+    ) -> Result[Lowered]:
+        """The trial of this step with other transforms, or the error if it needs too much memory."""
+        try:
+            return self._trial(cluster, transforms)
+        except (DoesNotFit, HostIsFull) as error:
+            return error
+
+    def _trial(self, cluster: Cluster | None, transforms: tuple[Transform, ...]) -> Trial[Lowered]:
+        """This step with other transforms, in its planned order, with its simulated time and its peak.
+
+        Raises: ValueError if the step cannot have them. DoesNotFit if it then needs more memory than its limit.
+        """
+        try:
+            variant = self.with_transforms(transforms)
+        except Exception as error:
+            # The step itself may fail on smaller batches with any error.
+            raise ValueError(f"{self.graph.name}: it cannot be traced again.") from error
+        lowered = variant._planned_variant(cluster)
+        seconds = simulate(lowered.graph, lowered.cluster).seconds
+        return Trial(lowered, seconds, lowered.memory_analysis().peak)
+
+    def _variant_of(self, plan: Plan, cluster: Cluster | None) -> Lowered:
+        """The variant that a plan is for, before it has an order; the first variant if the plan is for none."""
+        variants = [variant.without_order(cluster, plan) for variant in self.variants]
+        # Fingerprints take time, so a single variant is not compared.
+        if len(variants) > 1:
+            for variant in variants:
+                if skeleton(variant.unordered).fingerprint == plan.program:
+                    return variant
+        return variants[0]
 
     @no_collection()
     @without_autocast()
@@ -261,35 +329,23 @@ class Traced(Printed):
         Raises: DoesNotFit if it needs more memory than its limit.
         """
         graph, history = self._before_sharding(cluster)
-        lowered = self._sharded(graph, history, cluster, Plan(""))
+
+        @functools.cache
+        def one_rank(recomputed: tuple[str, ...], on_host: tuple[str, ...]) -> Lowered:
+            choice = Plan("", recomputed=recomputed, on_host=on_host)
+            return self._one_rank(graph, history, cluster, choice)
+
+        lowered = one_rank((), ())
         with stage(self.graph.name, "plan"):
-            if has_choice(lowered.unordered.hints):
-                return self._planned_with_recomputation(lowered, graph, history)
-            return lowered._ordered(*make_plan(lowered.graph, lowered.cluster))._check_limit()
-
-    def _planned_with_recomputation(
-        self, lowered: Lowered, graph: Graph, history: History
-    ) -> Lowered:
-        """The program of one rank, planned together with what backward recomputes and what waits on the host.
-
-        Args:
-            lowered: the program of one rank without an order, with all values of forward on the device.
-            graph: the program before it was sharded.
-            history: the stages up to `graph`.
-        """
-        # The search returns a program. This finds its stage.
-        lowered_of = {lowered.unordered: lowered}
-
-        def lower(program: Graph, on_host: tuple[str, ...]) -> Graph:
-            if program is graph and not on_host:
-                return lowered.unordered
-            stages = history if program is graph else (*history, ("recompute", program))
-            choice = self._sharded(program, stages, lowered.cluster, Plan("", on_host=on_host))
-            lowered_of[choice.unordered] = choice
-            return choice.unordered
-
-        chosen = plan_recomputation(graph, lowered.unordered, lower, lowered.cluster)
-        return lowered_of[chosen.unordered]._ordered(chosen.plan, chosen.ordered)._check_limit()
+            if not has_choice(lowered.unordered.hints):
+                return lowered._ordered(*make_plan(lowered.unordered, lowered.cluster))
+            chosen = plan_recomputation(
+                graph,
+                lambda recomputed, on_host: one_rank(recomputed, on_host).unordered,
+                lowered.cluster,
+            )
+            lowered = one_rank(chosen.plan.recomputed, chosen.plan.on_host)
+            return lowered._ordered(chosen.plan, chosen.ordered)
 
     @no_collection()
     @without_autocast()
@@ -301,12 +357,7 @@ class Traced(Printed):
             plan: the plan whose recomputation and values on the host the program gets.
         """
         graph, history = self._before_sharding(cluster)
-        if plan is None:
-            plan = Plan("")
-        if plan.recomputed:
-            graph = with_recomputation(graph, plan)
-            history = (*history, ("recompute", graph))
-        return self._sharded(graph, history, cluster, plan)
+        return self._one_rank(graph, history, cluster, Plan("") if plan is None else plan)
 
     def _before_sharding(self, cluster: Cluster | None) -> tuple[Graph, History]:
         """The program after the transforms that rewrite the traced program, and the stages up to there."""
@@ -333,14 +384,17 @@ class Traced(Printed):
             history = (*history, (transform.name, graph))
         return graph, history
 
-    def _sharded(
+    def _one_rank(
         self, graph: Graph, history: History, cluster: Cluster | None, plan: Plan
     ) -> Lowered:
         """The program of one rank, without an order: `graph` after the transforms that shard and schedule.
 
-        `graph` is the program after `_before_sharding`, with the recomputation of `plan`. The values that `plan` has on
-        the host are moved there.
+        `graph` is the program after `_before_sharding`. The recomputation of `plan` and its moves to the host are
+        applied.
         """
+        if plan.recomputed:
+            graph = with_recomputation(graph, plan)
+            history = (*history, ("recompute", graph))
         late = [t for t in self.transforms if t.phase >= Transform.phase]
         graph, history = self._transformed(graph, history, late)
         graph, history = _through(graph, history, passes(plan))
@@ -467,16 +521,28 @@ class Lowered(Printed):
         plan = dataclasses.replace(replanned.plan, notes=(*replanned.plan.notes, note))
         return dataclasses.replace(replanned, plan=plan)
 
-    def with_plan(self, plan: Plan) -> Lowered:
-        """This program in the order of the given plan."""
-        lowered = self._with_recomputation_of(plan)
-        return lowered._ordered(plan, apply_plan(lowered.unordered, plan))._check_limit()
+    @no_collection()
+    @without_autocast()
+    def with_plan(self, plan: Plan, *, follow: bool = False) -> Lowered:
+        """This program in the order of a plan; with `follow`, even if it then needs more memory than its limit.
 
-    def _with_recomputation_of(self, plan: Plan) -> Lowered:
-        """This program with a plan's recomputation and values on the host, before it has an order."""
-        if plan.recomputed == self.plan.recomputed and plan.on_host == self.plan.on_host:
-            return self
-        return self.traced.without_order(self.cluster, plan)
+        Raises: PlanError if the plan is not for this program. DoesNotFit or HostIsFull.
+        """
+        lowered = self
+        if (plan.recomputed, plan.on_host) != (self.plan.recomputed, self.plan.on_host):
+            lowered = self.traced.without_order(self.cluster, plan)
+        order = follow_plan if follow else apply_plan
+        return lowered._ordered(plan, order(lowered.unordered, plan), follow)
+
+    def _with_limit(self, limit: int, planned_for: int) -> Lowered:
+        """The program of this step within `limit`, in this order, which was planned for another limit."""
+        transforms = within_limit(self.traced.transforms, limit, self.graph.name)
+        traced = self.traced.with_transforms(transforms)
+        limited = traced.without_order(self.cluster, self.plan)
+        fingerprint = skeleton(limited.unordered).fingerprint
+        note = f"found within {format_bytes(planned_for)}"
+        plan = dataclasses.replace(self.plan, program=fingerprint, notes=(note, *self.plan.notes))
+        return limited.with_plan(plan)
 
     def without_stages(self) -> Lowered:
         """This program as a step caches it: without the FX graph, the history, and the results of analyses.
@@ -503,25 +569,18 @@ class Lowered(Printed):
         """The program of one rank as an FX module from flat inputs to flat outputs, for tools that read FX."""
         return to_fx(self.graph)
 
-    def in_order_of(self, plan: Plan) -> Lowered:
-        """This program in the order of another rank's plan, even if that needs more memory than the budget."""
-        lowered = self._with_recomputation_of(plan)
-        return lowered._ordered(plan, follow_plan(lowered.unordered, plan))
+    def _ordered(self, plan: Plan, graph: Graph, follow: bool = False) -> Lowered:
+        """This program in the order of `graph`, with `plan` and its notes on memory and traffic.
 
-    def _check_limit(self) -> Lowered:
-        """Return this program if it fits its limit, with the copies and carried gathers that were added after planning.
-
-        Raises: DoesNotFit if it needs more than its limit.
+        Raises: DoesNotFit, unless it must `follow` the plan, if it exceeds its limit with the copies and carried
+            gathers that no plan counts. HostIsFull.
         """
-        check_peak(self.graph, self.cluster.device)
-        return self
-
-    def _ordered(self, plan: Plan, graph: Graph) -> Lowered:
-        """This program in the order of `graph`, with `plan` and its notes on memory and traffic."""
         # The last stage is the program without an order. The ordered one replaces it.
         history: History = (*self.history[:-1], ("plan", graph))
         graph, history = _through(graph, history, passes_after_plan(plan, self.cluster))
         check_host_memory(check(graph), self.cluster)
+        if not follow:
+            check_peak(graph, self.cluster.device)
         history = (*history[:-1], ("lower", graph))
         plan = with_memory_notes(plan, memory(graph).peak, graph.hints, self.cluster.device)
         plan = dataclasses.replace(plan, traffic=tuple(wire_traffic(graph).items()))

@@ -98,7 +98,11 @@ def seconds(name: str) -> dict[str, float]:
     fn, state = done(zt.lift(loop_step, model, optimizer))
     step: zt.Step = zt.chain(*transforms)(fn) if transforms else zt.Step.of(fn)
     lowered = done(done(step.trace(state, batches[0])).lower())
-    done(done(step.trace(state, batches[1])).follow(lowered))
+    done(
+        done(step.trace(state, batches[1])).lower(
+            cluster=lowered.cluster, plan=lowered.plan, follow=True
+        )
+    )
     done(step.trace(state, batches[0]))
     return {
         **{stage: after - before for stage, before, after in zip(STAGES, times, times[1:])},

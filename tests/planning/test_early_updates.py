@@ -165,7 +165,7 @@ def test_a_plan_is_followed():
     again = lowered(step, state, plan=early.plan)
     assert str(again.graph) == str(early.graph)
     overlap = zt.chain(zt.shard_params(ALONE), zt.overlap_grads(bucket=0))(zt.Step.of(step))
-    small = overlap.trace(state, X[:2]).follow(early)
+    small = overlap.trace(state, X[:2]).lower(cluster=early.cluster, plan=early.plan, follow=True)
     assert updates(small.graph) == updates(early.graph)
 
 

@@ -126,7 +126,7 @@ def test_programs_for_other_sizes_of_the_batch_carry_the_same_gathers():
     case = CASES["mlp_momentum"]
     step = zt.chain(zt.shard_params(MESH), zt.overlap_grads(), ACROSS)(case.step)
     first = step.lower(case.state(), *case.batch(6))
-    other = step.trace(case.state(), *case.batch(3)).follow(first)
+    other = step.trace(case.state(), *case.batch(3)).lower(plan=first.plan, follow=True)
     names = [[repr(v) for v in x.graph.carried_inputs] for x in (first, other)]
     assert names[0] == names[1] != []
 
@@ -228,7 +228,7 @@ def test_a_bucket_behind_a_copy_that_another_size_does_not_need_is_not_carried()
         for name in names:
             gathers.append(((name,), "the start + 1" if name == "b.full" else place))
     first = first.with_plan(dataclasses.replace(first.plan, gathers=tuple(gathers)))
-    other = sharded.trace(state, data[:1]).follow(first)
+    other = sharded.trace(state, data[:1]).lower(plan=first.plan, follow=True)
     assert [len(x.graph.carried_inputs) for x in (first, other)] == [1, 1]
 
 

@@ -146,7 +146,10 @@ def test_a_plan_fits_another_batch_size():
     smaller = stage.lower(cluster=lowered.cluster, plan=lowered.plan)
     assert smaller.plan.recomputed == lowered.plan.recomputed
     assert smaller.memory_analysis().peak < lowered.memory_analysis().peak
-    assert stage.follow(lowered).plan.recomputed == lowered.plan.recomputed
+    assert (
+        stage.lower(cluster=lowered.cluster, plan=lowered.plan, follow=True).plan.recomputed
+        == lowered.plan.recomputed
+    )
 
 
 def test_what_does_not_fit_is_an_error_that_names_the_least_peak_and_its_holders():

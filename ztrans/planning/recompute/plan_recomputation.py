@@ -49,9 +49,9 @@ _PATIENCE = 2
 _CORRECTIONS = 4
 _LEAST_CORRECTION = 0.005
 
-# Turns a program before it is sharded, and the names of the values that wait on the host, into the program of one rank,
-# with hints and no order.
-Lower = Callable[[Graph, tuple[str, ...]], Graph]
+# Makes the program of one rank, with hints and no order, from the names of the values that backward recomputes and that
+# wait on the host.
+Lower = Callable[[tuple[str, ...], tuple[str, ...]], Graph]
 Ordering = Callable[[Graph, Cluster], tuple[Plan, Graph]]  # as `make_plan`
 
 
@@ -64,16 +64,15 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The plan of a step, which also names the recomputed values, and its programs.
+    """The plan of a step, which also names the recomputed values and those on the host.
 
     Attributes:
         plan: its decisions.
-        unordered, ordered: the program of one rank without an order, and in the order of the plan.
+        ordered: the program of one rank in the order of the plan.
         seconds: the simulated seconds of the step.
     """
 
     plan: Plan
-    unordered: Graph
     ordered: Graph
     seconds: float
 
@@ -84,24 +83,21 @@ def has_choice(hints: Hints) -> bool:
     return may_move or hints.recompute_at_least is not None
 
 
-def plan_recomputation(
-    graph: Graph, hinted: Graph, lower: Lower, cluster: Cluster
-) -> Recomputation:
+def plan_recomputation(graph: Graph, lower: Lower, cluster: Cluster) -> Recomputation:
     """Choose the values that a step recomputes and that wait on the host, and make its plan.
 
     Args:
         graph: the program before it is sharded, without recomputation in backward.
-        hinted: the program of one rank, with hints and no order.
-        lower: applies the other transforms to a program, to get the program of one rank, and moves values to the host.
+        lower: applies a choice and the other transforms to that program.
         cluster: the speeds, and the memory of the device.
 
     Raises: DoesNotFit if none of the choices that were tried fits the limit.
     """
+    hinted = lower((), ())
     limit = hinted.hints.memory_limit
     if limit is None:
         raise ValueError(f"{graph.name}: without a limit of memory there is nothing to choose.")
-    baseline = baseline_of(graph, hinted, cluster)
-    return _Planner(graph, lower, cluster, baseline).best_within(limit)
+    return _Planner(lower, cluster, baseline_of(graph, hinted, cluster)).best_within(limit)
 
 
 def candidates_within(baseline: Baseline, limit: int) -> list[Candidate]:
@@ -154,8 +150,7 @@ def _targets(baseline: Baseline, limit: int) -> Iterator[float]:
 class _Planner:
     """Plans the choices of one step in full."""
 
-    def __init__(self, graph: Graph, lower: Lower, cluster: Cluster, baseline: Baseline) -> None:
-        self.graph = graph
+    def __init__(self, lower: Lower, cluster: Cluster, baseline: Baseline) -> None:
         self.lower = lower
         self.cluster = cluster
         self.baseline = baseline
@@ -211,7 +206,7 @@ class _Planner:
             notes=(*plan.notes, *self._notes(residency)),
         )
         seconds = simulate(place_copies(ordered, self.cluster), self.cluster).seconds
-        return Recomputation(plan, hinted, ordered, seconds)
+        return Recomputation(plan, ordered, seconds)
 
     def _ordered(self, hinted: Graph, ordering: Ordering) -> tuple[Plan, Graph]:
         """The plan and the program of one rank in its order. If the planned order is not valid, the notes say why.
@@ -237,8 +232,7 @@ class _Planner:
 
     def _rewritten(self, residency: Residency) -> Graph:
         """The program of one rank, without an order, with the recomputation and the moves of a choice."""
-        values = {self.baseline.model.values[v].var for v in residency.recomputed()}
-        return self.lower(recompute(self.graph, values), self._names(residency.waiting()))
+        return self.lower(self._names(residency.recomputed()), self._names(residency.waiting()))
 
     def _names(self, values: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.baseline.model.values[v].var.name for v in values)
