@@ -39,7 +39,10 @@ ARROWS = {
 # The modules of runtime that may import `runtime.cuda`. What they choose from knows nothing of them.
 CHOOSE_CUDA = {"runtime.transports"}
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
-TOP = ("running_order", "compiled", "fitting", "stages", "step", "testing", "__init__")
+TOP = (
+    *("running_order", "backends", "compiled", "fitting"),
+    *("stages", "step", "testing", "__init__"),
+)
 
 # The exceptions: imports of a higher module, inside a method.
 DOORS = {

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ztrans as zt
-from ztrans import compiled
+from ztrans import backends, compiled
 from ztrans.runtime.executable import executable
 
 X = torch.arange(3.0)
@@ -239,7 +239,7 @@ def test_the_gpu_of_the_state_is_the_current_one_while_a_step_is_bound_and_run(m
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(compiled, "device_of", lambda inputs: device)
-    monkeypatch.setattr(compiled, "executable", bind)
+    monkeypatch.setattr(backends, "executable", bind)
     step = zt.Step.of(lambda state, x: (state - 0.1 * x, x.sum()))
     state = torch.ones(3)
     for _ in range(2):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from .backends import BACKENDS, changed_leaves, make_runner
 from .calling.call import BoundCall
 from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
@@ -23,26 +24,19 @@ from .calling.snapshot import Snapshot
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import micro_batch_programs
-from .ir.number_operands import with_number_operands
 from .ir.printer import Printed, format_bytes, format_seconds
 from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
 from .planning.realise import PlanError
-from .profiling.profile import Profile
-from .profiling.profile import profile as profile_program
+from .profiling.profile import Profile, profile_step
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
-from .running_order import fused_within_peak, with_grouped_updates
 from .runtime import stop
 from .runtime.agreement import agree, everywhere, say_failure, step_of
-from .runtime.carried import CarryingExecutable
 from .runtime.communicators import usable_bytes
 from .runtime.contract import Contract, agree_on_plan, agree_on_program, update_hash
-from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
-from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
-from .runtime.cuda.half_weights import HalfWeights, with_half_weights
-from .runtime.executable import Executable, StepExecutable, executable, step_executable
+from .runtime.cuda.half_weights import HalfWeights
 from .runtime.failure import (
     Writes,
     check_launched,
@@ -52,8 +46,7 @@ from .runtime.failure import (
     running,
     steps_of,
 )
-from .runtime.inductor import backend as inductor
-from .runtime.inductor.compiler import check_compiler
+from .runtime.runner import Runner
 from .runtime.session import Session, leave_if_cut_off, session_of
 from .runtime.state import check_laid_out
 from .runtime.transports import reserve
@@ -69,43 +62,23 @@ class LocalProgram(NamedTuple):
 
     Attributes:
         lowered: the program, in the order in which it runs.
-        executable: its code, a function from flat inputs to flat outputs.
-        writes: whether the executable has begun to write the state.
+        runner: runs it, from flat inputs to flat outputs.
+        writes: whether the runner has begun to write the state.
         groups: the process groups of its mesh; None in one process.
         contract: what all ranks of the mesh must do alike; None without a mesh.
-        capture: the executable as a CUDA graph, with the option `cuda_graph`.
-        carrying: the executable with the gathers that it starts for the next step; None if it starts none.
         half_weights: the hidden copies of parameters in half precision; None if there are none.
         changed_leaves: the positions of the leaves of the state that a step changes.
         device: the GPU that it runs on; None on a CPU.
     """
 
     lowered: Lowered
-    executable: StepExecutable
+    runner: Runner
     writes: Writes
     groups: Session | None = None
     contract: Contract | None = None
-    capture: Capture | None = None
-    carrying: CarryingExecutable | None = None
     half_weights: HalfWeights | None = None
     changed_leaves: Sequence[int] = ()
     device: torch.device | None = None
-
-    @property
-    def function(self) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
-        """The function that a step calls, from flat inputs to flat outputs."""
-        return self.capture or self.carrying or self.executable
-
-    def uses_carried(self, inputs: Inputs) -> bool:
-        """Whether a step on these inputs uses gathers that the step before has started."""
-        return self.carrying is not None and self.carrying.uses_carried(inputs)
-
-    def step_ended(self, inputs: Inputs) -> None:
-        """Let the next step use what this one leaves to it. Called after a step on these inputs has succeeded."""
-        if self.carrying is not None:
-            self.carrying.step_ended(inputs)
-        if self.half_weights is not None:
-            self.half_weights.step_ended(inputs)
 
 
 class Binding:
@@ -254,31 +227,13 @@ class Compiled(Printed):
         with self._telling_refusals():
             recording.check_fits(call)
             inputs = self._inputs(call)
-        with self._step(inputs) as (_, tensors):
+        with self._step(inputs) as (runner, tensors):
             local_program = self._local_program
             local_program.writes.begin()
-            local = placed(self.graph, tensors) if self.cuda_graph else tensors
-            mesh = self._mesh
-            groups = local_program.groups
-            micro_batches = local_program.executable
-            carrying = local_program.carrying
-            graph = micro_batches.last_as_run
-
-            def prepared(inputs: Sequence[Any]) -> Sequence[Any]:
-                inputs = micro_batches.before_last(inputs)
-                if mesh is not None:
-                    everywhere(None, mesh)
-                if groups is not None and groups.watcher is not None:
-                    groups.watcher.launched()  # each step of a profile has the whole time
-                if carrying is not None:
-                    inputs = [*inputs, *carrying.start(inputs)]
-                return inputs
-
-            if groups is not None:
-                groups.drop_carried()
-            measured = profile_program(graph, micro_batches.program, local, steps, prepared)
-            measured = measured.of_plan(micro_batch_programs(self.lowered.graph).last, graph)
-            return measured if mesh is None else measured.agreed(mesh)
+            if local_program.groups is not None:
+                local_program.groups.drop_carried()
+            planned = micro_batch_programs(self.lowered.graph).last
+            return profile_step(runner, planned, self._mesh, tensors, steps)
 
     def close(self) -> None:
         """Release the CUDA graph, the copies of `cast_ahead`, and the gathers that were started for the next step.
@@ -296,8 +251,7 @@ class Compiled(Printed):
         local_program = self.binding.local_program
         if local_program is None:
             return
-        if local_program.capture is not None:
-            local_program.capture.close()
+        local_program.runner.close()
         if local_program.half_weights is not None:
             local_program.half_weights.forget()
 
@@ -316,7 +270,9 @@ class Compiled(Printed):
         after = replanned.profile(*args, steps=steps, **kwargs)
 
         # All ranks decide by the same two numbers, so they keep the same plan.
-        first, second = self._slowest([before.timeline.seconds, after.timeline.seconds])
+        seconds = before.timeline.seconds, after.timeline.seconds
+        by_rank = [seconds] if self._mesh is None else everywhere(seconds, self._mesh)
+        first, second = map(max, zip(*by_rank))
         note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
         faster = replanned._local_program
         if second >= first:
@@ -342,13 +298,6 @@ class Compiled(Printed):
             return local_program.groups
         return session_of(self._mesh) if self._mesh is not None else None
 
-    def _slowest(self, seconds: Sequence[float]) -> list[float]:
-        """The longest of each of these durations over all ranks."""
-        if self._mesh is None:
-            return list(seconds)
-        by_rank = everywhere(seconds, self._mesh)
-        return [max(durations) for durations in zip(*by_rank)]
-
     @property
     def _local_program(self) -> LocalProgram:
         """The bound program.
@@ -362,8 +311,8 @@ class Compiled(Printed):
     @contextlib.contextmanager
     def _step(
         self, inputs: Inputs, numbers: Sequence[int] = ()
-    ) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-        """Compare this step with the other ranks' steps, then yield the function that runs the program, and its inputs.
+    ) -> Iterator[tuple[Runner, list[torch.Tensor]]]:
+        """Compare this step with the other ranks' steps, then yield the runner of the program, and its inputs.
 
         `numbers` are the positions of the leaves that the caller has set to numbers.
         """
@@ -378,36 +327,32 @@ class Compiled(Printed):
         with one_thread(lock, name), self._current_device(local):
             check_launched(groups, name)
             local_program = self.binding.local_program or self._new_local_program(local, state)
+            runner = local_program.runner
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
-            uses_carried = local_program.uses_carried(inputs)
+            uses_carried = runner.uses_carried(inputs)
             if groups is not None:
                 self._agree(groups, local_program, local, state, uses_carried, numbers)
             # Bind only after the comparison: if one rank could not make its program, all ranks make theirs again.
             self.binding.local_program = local_program
 
-            self._check_captured(local_program, local)
+            if runner.replays:
+                with self._telling_refusals():
+                    runner.check_inputs(local)
             with running(name, state, groups, local_program.writes):
                 if groups is not None and not uses_carried:
                     groups.drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
-                if self.cuda_graph:
-                    # A replay runs no Python, so the program cannot say when it begins to write.
-                    local_program.writes.begin()
-                yield local_program.function, local
+                yield runner, local
 
             # The replay of a CUDA graph and kernels of Inductor do not increment the versions of what they write.
             changed = [inputs.tensors[i] for i in local_program.changed_leaves]
             torch.autograd.graph.increment_version(changed)
-            local_program.step_ended(inputs)
-
-    def _check_captured(self, local_program: LocalProgram, local: Sequence[torch.Tensor]) -> None:
-        """Raises: ValueError if the replay of a CUDA graph would not compute a step on these inputs."""
-        if local_program.capture is not None:
-            with self._telling_refusals():
-                local_program.capture.check_inputs(local)
+            runner.step_ended(inputs)
+            if half_weights is not None:
+                half_weights.step_ended(inputs)
 
     @contextlib.contextmanager
     def _telling_refusals(self) -> Iterator[None]:
@@ -416,7 +361,8 @@ class Compiled(Printed):
             yield
         except Exception as error:
             mesh = self._mesh
-            if mesh is not None and self._is_captured:
+            local_program = self.binding.local_program
+            if mesh is not None and local_program is not None and local_program.runner.replays:
                 # The others have launched a replay, which ranks do not compare, so only a note reaches them.
                 text = f"refused a step of {self.lowered.graph.name} with {described(error)}"
                 with contextlib.suppress(RuntimeError):  # the process groups have been destroyed
@@ -424,13 +370,6 @@ class Compiled(Printed):
             elif mesh is not None:
                 say_failure(mesh, self.lowered.graph.name, error)
             raise
-
-    @property
-    def _is_captured(self) -> bool:
-        """Whether the next call replays a CUDA graph."""
-        local_program = self.binding.local_program
-        capture = local_program.capture if local_program is not None else None
-        return capture is not None and capture.is_captured
 
     def _current_device(
         self, local: Sequence[torch.Tensor]
@@ -461,7 +400,7 @@ class Compiled(Printed):
         """
         mesh = self._mesh
         contract = local_program.contract
-        is_replay = self._is_captured
+        is_replay = local_program.runner.replays
         if mesh is not None and contract is not None and (stop.is_watched() or not is_replay):
             launches = groups.launches_first and (is_replay or not self.cuda_graph)
             agree(
@@ -546,126 +485,32 @@ class Compiled(Printed):
                     # This needs all ranks. A program that one rank later binds alone sends the same messages.
                     reserve(mesh, list(micro_batch_programs(lowered.graph).in_order))
                     _check_room(mesh, lowered.graph)
-            return self._local_program_of(lowered, local, writes, groups)
-
-    def _local_program_of(
-        self,
-        lowered: Lowered,
-        local: Sequence[torch.Tensor],
-        writes: Writes,
-        groups: Session | None,
-    ) -> LocalProgram:
-        mesh = self._mesh
-        graph, half_weights = self._for_device(lowered.graph, local)
-        if half_weights is not None:
-            local = half_weights.inserted(local)
-        if self.cuda_graph:
-            check_values(graph)
-            local = placed(graph, local)
-
-        with stage(graph.name, f"compile ({self.backend})"):
-            make = functools.partial(self._executable, writes)
-            run = step_executable(graph, mesh, local, make)
-        graph = run.graph
-
-        capture = carrying = contract = None
-        if self.cuda_graph:
-            watcher = groups.watcher if groups is not None else None
-            capture = Capture(
-                run, graph, has_failed=lambda: watcher is not None and watcher.failure != ""
+            with stage(lowered.graph.name, f"compile ({self.backend})"):
+                runner, half_weights = make_runner(
+                    lowered.graph,
+                    mesh,
+                    local,
+                    BACKENDS[self.backend],
+                    self.cuda_graph,
+                    self.cast_ahead,
+                    writes,
+                    groups.watcher if groups is not None else None,
+                )
+            graph = runner.executable.graph
+            contract = None
+            if mesh is not None:
+                axes = lowered.recording.axes[: self.lowered.graph.num_state]
+                contract = Contract(graph, update_hash(lowered.unordered), mesh, axes)
+            return LocalProgram(
+                dataclasses.replace(lowered, graph=graph),
+                runner,
+                writes,
+                groups,
+                contract,
+                half_weights,
+                changed_leaves=changed_leaves(self.lowered.graph),
+                device=device_of(local),
             )
-        if mesh is not None:
-            if graph.carried:
-                carrying = CarryingExecutable(run, graph, mesh)
-            axes = lowered.recording.axes[: self.lowered.graph.num_state]
-            contract = Contract(graph, update_hash(lowered.unordered), mesh, axes)
-        return LocalProgram(
-            dataclasses.replace(lowered, graph=graph),
-            run,
-            writes,
-            groups,
-            contract,
-            capture,
-            carrying,
-            half_weights,
-            changed_leaves=_changed_leaves(self.lowered.graph),
-            device=device_of(local),
-        )
-
-    def _for_device(
-        self, graph: Graph, local: Sequence[torch.Tensor]
-    ) -> tuple[Graph, HalfWeights | None]:
-        """The program for the device of these inputs, and the copies of parameters that are its hidden leaves."""
-        # A scalar in fp64 may be a learning rate, and fused optimizers on a GPU read it only in fp32.
-        has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
-        if has_rates or self.cuda_graph:
-            graph = with_rates(graph)
-        fuses = BACKENDS[self.backend].fuses
-        graph = half_gradients(graph, inputs_on_gpu(graph, local), of_products=fuses)
-        if not self.cast_ahead:
-            return graph, None
-        return with_half_weights(graph, local, fuses)
-
-    def _executable(
-        self, writes: Writes, graph: Graph, local: Sequence[torch.Tensor]
-    ) -> tuple[Graph, Executable]:
-        """A program in the order in which it runs, and its executable."""
-        on_write = writes.begin if _changed_leaves(graph) else None
-        return BACKENDS[self.backend].executable(graph, self._mesh, local, on_write)
-
-
-def _eager(
-    graph: Graph,
-    mesh: DeviceMesh | None,
-    local: Sequence[torch.Tensor],
-    on_write: Callable[[], None] | None,
-) -> tuple[Graph, Executable]:
-    """A program with equal updates next to each other, and its executable, which runs operation by operation."""
-    on_host = [v for v, x in zip(graph.inputs, local) if not x.ndim and x.is_cpu]
-    graph, groups = with_grouped_updates(with_number_operands(graph, on_host))
-    return graph, executable(graph, mesh, on_write, groups, device_of(local))
-
-
-def _inductor(
-    graph: Graph,
-    mesh: DeviceMesh | None,
-    local: Sequence[torch.Tensor],
-    on_write: Callable[[], None] | None,
-) -> tuple[Graph, Executable]:
-    """A program with the equations of each kernel next to each other, and its executable, which runs the kernels."""
-    graph, groups = fused_within_peak(graph)
-    return graph, inductor.executable(graph, groups, mesh, local, on_write)
-
-
-class Backend(NamedTuple):
-    """A way to make the code of a program.
-
-    Attributes:
-        executable: makes the code from a program, the mesh, example inputs, and a function to call before the code
-            first writes the state. Returns the program in the order in which it runs, and its executable.
-        fuses: whether the backend makes its own kernels of elementwise operations. Then `half_gradients` drops only the
-            casts of matrix products, and `half_weights` lets these kernels also write the copies in half precision.
-        check: raises an error where the backend cannot work.
-    """
-
-    executable: Callable[
-        [Graph, DeviceMesh | None, Sequence[torch.Tensor], Callable[[], None] | None],
-        tuple[Graph, Executable],
-    ]
-    fuses: bool
-    check: Callable[[], None]
-
-
-BACKENDS: Mapping[str, Backend] = {
-    "eager": Backend(_eager, fuses=False, check=lambda: None),
-    "inductor": Backend(_inductor, fuses=True, check=check_compiler),
-}
-
-
-def _changed_leaves(graph: Graph) -> list[int]:
-    """The positions of the leaves of the state that a program changes."""
-    leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
-    return [i for i, (old, new) in enumerate(leaves) if new is not old]
 
 
 def _check_room(mesh: DeviceMesh, graph: Graph) -> None:

@@ -21,9 +21,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from .backends import BACKENDS
 from .calling.call import BoundCall
 from .calling.global_state import no_collection
-from .compiled import BACKENDS, Compiled
+from .compiled import Compiled
 from .fitting import (
     Result,
     Trial,

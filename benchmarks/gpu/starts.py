@@ -90,7 +90,7 @@ def step_ms(step: Callable[[], object]) -> float:
 def eager(task: gpt_step.Task) -> dict[str, float]:
     step = gpt_step.Ours(task, "eager", collectives=True)
     figures: dict[str, float] = {"ms": step_ms(step)}
-    program = step.compiled.binding.local_program.function.program
+    program = step.compiled.binding.local_program.runner.executable.program
     starts = [module for module in program.modules() if isinstance(module, StreamedStart)]
 
     def steps() -> None:

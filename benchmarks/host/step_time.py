@@ -253,7 +253,7 @@ def shares(model: Model) -> dict[str, float]:
     step = zt.Step.of(lifted)
     state, _ = step(step.shard(state), *batch)
     compiled = step.compiled(state, *batch)
-    program = compiled.binding.local_program.function.program
+    program = compiled.binding.local_program.runner.executable.program
     seconds: dict[str, list[float]] = {"in all": [], "outside of the program": []}
     forward = program.forward
 
@@ -284,7 +284,7 @@ def empty_call(layers: int) -> tuple[int, float]:
     batch, (lifted, state) = model.batch(), zt.lift(*_lifted(built(model), False))
     step = zt.Step.of(lifted)
     state, _ = step(step.shard(state), *batch)
-    program = step.compiled(state, *batch).binding.local_program.function.program
+    program = step.compiled(state, *batch).binding.local_program.runner.executable.program
     outputs, forward = list[Any](), program.forward
     program.forward = lambda *inputs: (
         [*outputs] if outputs else outputs.extend(forward(*inputs)) or [*outputs]

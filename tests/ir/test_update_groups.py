@@ -39,7 +39,7 @@ def calls(make_optimizer, samples=64):
     state = step.shard(state)
     compiled = step.compiled(state, torch.ones(samples, 4))
     compiled(state, torch.ones(samples, 4))
-    program = compiled.binding.local_program.function.program
+    program = compiled.binding.local_program.runner.executable.program
     return [n.target.__name__.partition(".")[0] for n in called_in_update(program)]
 
 
@@ -182,7 +182,7 @@ def test_an_update_has_no_more_launches_than_that_of_foreach(name, options, form
     compiled = step.compiled(step.shard(state), x)
     compiled(step.shard(state), x)
     most = launches_of_foreach(name, options)
-    run = called_in_update(compiled.binding.local_program.function.program)
+    run = called_in_update(compiled.binding.local_program.runner.executable.program)
     assert sum(not op_facts(n.meta["eqn"].op).view for n in run) <= most
     planned = [made.kernels for e, made in launches(compiled.graph).items() if e.region == "update"]
     assert sum(planned) <= most
@@ -204,7 +204,7 @@ def test_scalars_in_a_vector_have_the_bits_of_single_ones(name):
     for _ in range(3):
         mine, _ = step(mine, x)
         expected, _ = single.lockstep(expected, [(x,)])
-    code = step.compiled(mine, x).binding.local_program.function.program.code
+    code = step.compiled(mine, x).binding.local_program.runner.executable.program.code
     assert "torch.stack" in code
     for leaf, expected_leaf in zip(pytree.tree_leaves(mine), pytree.tree_leaves(expected)):
         assert torch.equal(leaf, expected_leaf)

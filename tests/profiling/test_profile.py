@@ -102,7 +102,7 @@ def test_ranks_start_each_recorded_step_together(alone, monkeypatch):
     step = zt.shard_params(alone)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     compiled, met = step.compiled(state, *batch), []
-    monkeypatch.setattr(bound, "everywhere", lambda _, mesh: met.append(mesh))
+    monkeypatch.setattr("ztrans.profiling.profile.everywhere", lambda _, mesh: met.append(mesh))
     compiled.profile(state, *batch, steps=3)
     assert met == [alone] * 3
 
@@ -147,7 +147,7 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
     """The measured time of the new plan decides, not the expected one."""
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
-    compiled, real, took = step.compiled(state, *batch), bound.profile_program, iter([2.0, second])
+    compiled, real, took = step.compiled(state, *batch), bound.profile_step, iter([2.0, second])
 
     def with_given_seconds(*args):
         measured = real(*args)
@@ -155,12 +155,12 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
             measured, timeline=dataclasses.replace(measured.timeline, seconds=next(took))
         )
 
-    monkeypatch.setattr(bound, "profile_program", with_given_seconds)
+    monkeypatch.setattr(bound, "profile_step", with_given_seconds)
     kept, _ = compiled.tune(state, *batch, steps=1)
     verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
     assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")
     assert any(n.startswith("expected ") for n in kept.lowered.plan.notes) == (second < 2)
-    assert (kept.binding.local_program.function is compiled.binding.local_program.function) == (
+    assert (kept.binding.local_program.runner is compiled.binding.local_program.runner) == (
         second > 2
     )
     assert torch.isfinite(kept(state, *batch)[1])
@@ -295,7 +295,7 @@ def test_kernels_of_values_that_are_equal_on_all_ranks_are_deterministic(pretend
     state, x = step.shard({"w": torch.randn(8, 4)}), torch.randn(6, 8)
     compiled = step.lower(state, x).compile(backend="inductor")
     compiled(state, x)
-    kernels = [*compiled.binding.local_program.executable.last.kernels]
+    kernels = [*compiled.binding.local_program.runner.executable.last.kernels]
     assert {("sin" in str(computed), deterministic) for computed, *_, deterministic in kernels} == {
         (True, False),
         (False, True),

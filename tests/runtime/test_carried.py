@@ -29,13 +29,13 @@ def mesh():
 def starts(monkeypatch) -> list:
     """The calls that start gathers from the state."""
     calls = []
-    plain = CarryingExecutable.start
+    plain = CarryingExecutable.start_carried
 
     def start(run, inputs):
         calls.append(run)
         return plain(run, inputs)
 
-    monkeypatch.setattr(CarryingExecutable, "start", start)
+    monkeypatch.setattr(CarryingExecutable, "start_carried", start)
     return calls
 
 

@@ -17,6 +17,7 @@ import ztrans as zt
 from tests.support.cover import parameters_of
 from tests.support.lifted import loop_of
 from tests.support.programs import CASES
+from tests.support.runners import FunctionRunner
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation, first_write
@@ -209,7 +210,7 @@ def test_a_half_updated_state_is_refused_and_another_state_is_not():
 
     bound = compiled._new_local_program([state["a"], state["b"], x], [state["a"], state["b"]])
     compiled.binding.local_program = bound._replace(
-        executable=lambda local: (bound.writes.begin(), broken())
+        runner=FunctionRunner(lambda local: (bound.writes.begin(), broken()))
     )
     with pytest.raises(MemoryError) as error:
         step(state, x)
@@ -243,7 +244,7 @@ def test_a_tuned_program_marks_a_half_updated_state_too():
         .compile()
     )
     tuned, _ = compiled.tune(state, x, steps=1)
-    program = tuned.binding.local_program.function.program
+    program = tuned.binding.local_program.runner.executable.program
     forward = program.forward
 
     def broken(*inputs):

@@ -47,13 +47,13 @@ class Counted:
 
     def __init__(self) -> None:
         self.starts = 0
-        plain = CarryingExecutable.start
+        plain = CarryingExecutable.start_carried
 
         def start(self_, inputs):
             self.starts += 1
             return plain(self_, inputs)
 
-        CarryingExecutable.start = start
+        CarryingExecutable.start_carried = start
 
 
 def same(a, b) -> bool:

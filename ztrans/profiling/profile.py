@@ -39,6 +39,8 @@ from ..runtime.agreement import everywhere
 from ..runtime.collectives import Member, Work, wait
 from ..runtime.cuda.streams import Done
 from ..runtime.executable import bind
+from ..runtime.runner import Runner
+from ..runtime.session import session_of
 from .link_fit import Observed, fit_to_step, with_send_cost, with_unpack_cost
 
 
@@ -204,6 +206,41 @@ def profile(
         _seconds_by_signature(graph, runs),
         tuple(tuple(_observed(graph, times)) for times in runs),
     )
+
+
+def profile_step(
+    runner: Runner,
+    planned: Graph,
+    mesh: DeviceMesh | None,
+    inputs: Sequence[torch.Tensor],
+    steps: int,
+) -> Profile:
+    """Run and record some steps of this rank, without a CUDA graph. All ranks of the mesh must call it.
+
+    Of several micro-batches, the last is recorded.
+
+    Args:
+        runner: runs the program on this rank.
+        planned: the program of the last micro-batch, as it was planned.
+        mesh: the mesh of the program.
+        inputs: its flat local inputs. The state among them is donated, and advances by `steps` steps.
+        steps: the number of steps.
+    """
+    executable = runner.executable
+    watcher = session_of(mesh).watcher if mesh is not None else None
+
+    def prepare(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        inputs = executable.before_last(inputs)
+        if mesh is not None:
+            everywhere(None, mesh)
+        if watcher is not None:
+            watcher.launched()  # each step of a profile has the whole time
+        return [*inputs, *runner.start_carried(inputs)]
+
+    as_run = executable.last_as_run
+    measured = profile(as_run, executable.program, runner.placed(inputs), steps, prepare)
+    measured = measured.of_plan(planned, as_run)
+    return measured if mesh is None else measured.agreed(mesh)
 
 
 class _FinishedWork:

@@ -29,6 +29,7 @@ from ..ir.graph import Graph
 from .collectives import Member, Start, wait
 from .contract import message_lines
 from .executable import StepExecutable
+from .runner import Runner
 from .session import session_of
 
 
@@ -59,11 +60,11 @@ class Carried:
             start.join()
 
 
-class CarryingExecutable:
+class CarryingExecutable(Runner):
     """The program of one rank that carries gathers, as a function whose inputs and outputs do not include the gathers.
 
     Attributes:
-        run: the executable, whose last inputs are the carried gathers, and last outputs the gathers for the next step.
+        run: the code, whose last inputs are the carried gathers, and last outputs the gathers for the next step.
         sent: a line for each message that the gathers send.
         starts: the modules that start the gathers for the next step.
         leaves: for each of these modules, the positions of the leaves that it gathers.
@@ -80,15 +81,15 @@ class CarryingExecutable:
         self.session = session_of(mesh)
 
     @property
-    def program(self) -> fx.GraphModule:
-        """The FX module that runs."""
-        return self.run.program
+    def executable(self) -> StepExecutable:
+        """The code of the step."""
+        return self.run
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         # If this step fails, nothing is carried, and the next step starts its gathers itself.
         carried = self.session.carried
         self.session.carried = None
-        members = carried.members if carried is not None else self.start(inputs)
+        members = carried.members if carried is not None else self.start_carried(inputs)
         all_inputs: list[Any] = [*inputs, *members]
         outputs = self.run(all_inputs)
         end = len(outputs) - len(members)
@@ -97,7 +98,7 @@ class CarryingExecutable:
         self.starts[-1].release_members()
         return outputs[:end]
 
-    def start(self, inputs: Sequence[torch.Tensor]) -> tuple[Member, ...]:
+    def start_carried(self, inputs: Sequence[torch.Tensor]) -> tuple[Member, ...]:
         """Start the gathers from the leaves in `inputs`, for a step that uses no carried ones."""
         members: list[Member] = []
         try:

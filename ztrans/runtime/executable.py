@@ -25,6 +25,7 @@ from ..ir.update_groups import EqnGroup
 from .codegen import coordinates, to_fx
 from .collectives import Start
 from .host_copies import HostCopy
+from .runner import Runner
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +153,8 @@ def _write_back(state: Sequence[torch.Tensor], outputs: list[Any]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class StepExecutable:
-    """A step of one rank as a function from flat inputs to flat outputs that runs its micro-batches in turn.
+class StepExecutable(Runner):
+    """The code of a step, which runs its micro-batches in turn.
 
     Attributes:
         graph: the whole step; with one micro-batch, in the order in which it runs.
@@ -166,6 +167,11 @@ class StepExecutable:
     programs: MicroBatchPrograms
     runs: Mapping[Graph, Executable]
     last_as_run: Graph
+
+    @property
+    def executable(self) -> StepExecutable:
+        """The code of the step: this object."""
+        return self
 
     @property
     def last(self) -> Executable:

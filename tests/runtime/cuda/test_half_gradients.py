@@ -13,7 +13,7 @@ from tests.support.cover import parameters_of
 from tests.support.fusion import fused_anywhere
 from tests.support.programs import CASES
 from tests.support.worlds import clone, distance, on_ranks
-from ztrans import compiled
+from ztrans import backends
 from ztrans.ir.interpreter import evaluate
 from ztrans.ir.op_facts import CAST, op_facts
 from ztrans.planning.cost import memory
@@ -123,7 +123,7 @@ def test_a_compiled_step_trains_alike(name, backend, monkeypatch):
     def trained(is_on_gpu):
         program, state = lowered(OPTIMIZERS[name])
         if is_on_gpu:
-            monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
+            monkeypatch.setattr(backends, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
         run = program.compile(backend=backend)
         tensors = clone(state)
         for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_compiled_step_trains_alike(name, backend, monkeypatch):
     assert distance(after[0], before[0]) < 1e-4 and distance(after[1][0], before[1][0]) < 1e-4
     assert updates(plain.graph) != updates(run.graph)
     kind = "_fused_" + name.split()[0].rstrip(",")
-    code = run.binding.local_program.function.program.code
+    code = run.binding.local_program.runner.executable.program.code
     assert code.count("ztrans.fused_adamw") == 1, code
     assert code.count(f"aten.{kind}") == 1, code
 
@@ -174,7 +174,7 @@ def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):
     results = []
     for is_on_gpu in (False, True):
         if is_on_gpu:
-            monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
+            monkeypatch.setattr(backends, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
         tensors, run = clone(state), program.compile()
         for _ in range(3):
             tensors, output = run(tensors, X)
@@ -182,7 +182,7 @@ def test_a_norm_reads_halves_and_an_update_scales(name, change, monkeypatch):
     assert distance(*results) < 1e-4
     calls = [
         n
-        for n in run.binding.local_program.function.program.graph.nodes
+        for n in run.binding.local_program.runner.executable.program.graph.nodes
         if "fused_" in str(n.target)
     ]
     assert len(calls) == 2, "one for halves, and one for fp32"

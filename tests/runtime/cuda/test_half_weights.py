@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.fake_cuda import FakeCuda
+from tests.support.runners import FunctionRunner
 from tests.support.worlds import clone
-from ztrans import compiled
+from ztrans import backends
 from ztrans.ir.op_facts import CAST
 from ztrans.planning import early_updates
 from ztrans.runtime.cuda.graph_capture import Capture
@@ -75,7 +76,7 @@ def casts_of_weights(graph) -> int:
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(compiled, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
+    monkeypatch.setattr(backends, "inputs_on_gpu", lambda graph, inputs: set(graph.inputs))
 
 
 def copies(run) -> list[torch.Tensor]:
@@ -191,7 +192,7 @@ def test_kernels_of_inductor_write_copies_too(name, monkeypatch):
     assert all(map(torch.equal, copies(subjects[1]), (w.bfloat16() for w in weights(states[1]))))
     graphs = [run.binding.local_program.lowered.graph for run in subjects]
     assert [casts_of_weights(graph) for graph in graphs] == [3, 0]
-    calls = [run.binding.local_program.function.program.graph.nodes for run in subjects]
+    calls = [run.binding.local_program.runner.executable.program.graph.nodes for run in subjects]
     kernels = [sum(isinstance(n.target, KernelCall) for n in nodes) for nodes in calls]
     casts = [sum(n.target is CAST for n in nodes) for nodes in calls]
     assert kernels[1] + casts[1] < kernels[0] + casts[0]
@@ -255,9 +256,9 @@ def by_another_program(state, program):
 
     def uncounted(inputs):
         with torch.autograd._unsafe_preserve_version_counter(tuple(inputs)):
-            return local.function(inputs)
+            return local.runner(inputs)
 
-    other.binding.local_program = local._replace(executable=uncounted)
+    other.binding.local_program = local._replace(runner=FunctionRunner(uncounted))
     return other(state, X)[0]
 
 
@@ -325,7 +326,7 @@ def test_after_a_failed_step_all_weights_are_cast(on_gpu, monkeypatch):
     def failing(inputs):
         raise ValueError("no more")
 
-    run.binding.local_program = local._replace(executable=failing)
+    run.binding.local_program = local._replace(runner=FunctionRunner(failing))
     with pytest.raises(ValueError, match="no more"):
         run(state, X)
     run.binding.local_program = local
@@ -360,8 +361,8 @@ def test_a_replay_reads_the_copies(on_gpu):
     true, _ = plain(true, X)
     local = run.binding.local_program
     cuda = FakeCuda()
-    capture = Capture(local.function, local.lowered.graph, cuda, "cpu")
-    run.binding.local_program = local._replace(capture=capture)
+    capture = Capture(local.runner, local.lowered.graph, cuda, "cpu")
+    run.binding.local_program = local._replace(runner=capture)
     for step in range(5):
         if step == 3:
             mine, true = changed_in_place(mine, program), changed_in_place(true, program)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
+from tests.support.runners import FunctionRunner
 from tests.support.worlds import batches, slices
 from ztrans.compiled import LocalProgram
 from ztrans.runtime import stop
@@ -148,11 +149,13 @@ def compiled_step(mesh, case, messages, cuda_graph=False):
         messages.launch()
         return run(inputs)
 
-    capture = Capture(launched, lowered.graph, cuda, "cpu") if cuda_graph else None
+    runner = FunctionRunner(launched)
+    if cuda_graph:
+        runner = Capture(launched, lowered.graph, cuda, "cpu")
     compiled = lowered.compile()
     contract = Contract(lowered.graph, "")
     compiled.binding.local_program = LocalProgram(
-        lowered, launched, Writes(), session_of(mesh), contract, capture
+        lowered, runner, Writes(), session_of(mesh), contract
     )
     return compiled, state
 
@@ -216,7 +219,7 @@ def test_a_replay_sends_nothing_to_the_host_of_another_rank(mesh, messages):
     session_of(mesh).launches_first = True
     case = CASES["mlp_momentum"]
     compiled, state = compiled_step(mesh, case, messages, cuda_graph=True)
-    captured = compiled.binding.local_program.function
+    captured = compiled.binding.local_program.runner
     trained(compiled, state, STEPS, case, messages)
     assert captured.captured.replays == STEPS + 1
     assert messages.begun == []

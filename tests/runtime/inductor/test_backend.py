@@ -106,7 +106,7 @@ def test_random_draws_are_equal_and_the_state_is_updated_in_place():
     homes = [x.data_ptr() for x in mine.values()]
     held, before = compiled(mine, *data[0])[1][1], mine["m"].clone()
     assert [x.data_ptr() for x in mine.values()] == homes
-    program = compiled.binding.local_program.function.program
+    program = compiled.binding.local_program.runner.executable.program
     kernels = [node.target for node in program.graph.nodes if isinstance(node.target, KernelCall)]
     written = [k for kernel in kernels for k in kernel.destinations if k is not None]
     assert len(written) == 2, "kernels overwrite w and v, but not m, which is an output"
@@ -152,7 +152,7 @@ def two_layers():
 
 def test_equal_layers_are_compiled_once(two_layers):
     few, more = (
-        [*compiled.binding.local_program.executable.last.kernels]
+        [*compiled.binding.local_program.runner.executable.last.kernels]
         for _, compiled, *_ in (two_layers, deep(4))
     )
     assert few == more
@@ -251,7 +251,7 @@ def test_an_argument_is_donated_if_nothing_else_reads_its_memory(function, donat
         pytree.tree_leaves(compiled(torch.ones(1), a)[1]), pytree.tree_leaves(function(a))
     ):
         torch.testing.assert_close(x, y)
-    first = next(iter(compiled.binding.local_program.executable.last.kernels))
+    first = next(iter(compiled.binding.local_program.runner.executable.last.kernels))
     _, _, donated, _ = first
     assert donated == ((0,) if donates else ())
 

@@ -36,6 +36,7 @@ from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
 from ...ir.update_groups import is_fused_update
+from ..runner import Runner
 
 if TYPE_CHECKING:
     from ..executable import StepExecutable
@@ -155,7 +156,7 @@ def check_values(graph: Graph) -> None:
             )
 
 
-class Capture:
+class Capture(Runner):
     """A step that runs at the first call, is captured at the second, and is replayed from then on.
 
     Args:
@@ -163,6 +164,8 @@ class Capture:
         graph: its program.
         cuda: `torch.cuda`, or a test double.
         device: the type of its device.
+        on_write: a function to call before each run: a replay runs no Python, so the program cannot say when it begins
+            to write the state.
         has_failed: returns whether a step of the mesh has failed. The last replay may then wait forever.
     """
 
@@ -172,12 +175,14 @@ class Capture:
         graph: Graph,
         cuda: Any = torch.cuda,
         device: str = "cuda",
+        on_write: Callable[[], None] = lambda: None,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run = run
         self.graph = graph
         self.cuda = cuda
         self.device = device
+        self.on_write = on_write
         self.has_failed = has_failed
         self.stream: Any = None
         self.buffers: dict[int, torch.Tensor] = {}  # the copied inputs, by position
@@ -188,11 +193,12 @@ class Capture:
         self.taken_by_value = taken_by_value(graph)
 
     @property
-    def program(self) -> torch.fx.GraphModule:
-        """The FX module that is captured."""
-        return self.run.program
+    def executable(self) -> StepExecutable:
+        """The code that is captured."""
+        return self.run
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        self.on_write()
         is_first = self.stream is None
         if is_first:
             self._allocate(inputs)
@@ -214,7 +220,7 @@ class Capture:
         return [*inputs[:n], *copies]
 
     @property
-    def is_captured(self) -> bool:
+    def replays(self) -> bool:
         """Whether the next call replays a graph."""
         return self.captured is not None
 
@@ -224,9 +230,8 @@ class Capture:
         Raises: ValueError if the state is not where it was when the step was captured, or if a number that a kernel
             takes by value has changed.
         """
-        if self.is_captured:
-            self._check_same_values(inputs)
-            self._check_same_state(inputs)
+        self._check_same_values(inputs)
+        self._check_same_state(inputs)
 
     def close(self) -> None:
         """Release the graph and its memory. The next call is a first call again, with any state.
@@ -244,8 +249,12 @@ class Capture:
         self.inputs = []
         self.outputs = []
 
+    def placed(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """These inputs, with the inputs that a capture copies on its device."""
+        return placed(self.graph, inputs, self.device)
+
     def _allocate(self, inputs: Sequence[torch.Tensor]) -> None:
-        on_device = placed(self.graph, inputs, self.device)
+        on_device = self.placed(inputs)
         self.buffers = {}
         for i in copied_inputs(self.graph, inputs, self.device):
             self.buffers[i] = torch.empty_like(on_device[i])
