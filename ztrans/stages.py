@@ -34,12 +34,7 @@ from .fitting import (
     ways_to_fit,
     within_limit,
 )
-from .ir.across_steps import (
-    carried_starts,
-    carry_first_gathers,
-    gathers_before,
-    without_gathers_of,
-)
+from .ir.across_steps import carry_first_gathers, gathers_before
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.collectives import erase_trivial
 from .ir.donation import writes_last
@@ -48,17 +43,15 @@ from .ir.interpreter import join_state, lockstep, split_state
 from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
 from .ir.marks import erase_marks
-from .ir.micro_batches import micro_batch_programs
 from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
-from .planning.buffers import local_bytes
 from .planning.cluster import Cluster, Device, default_cluster, default_device
-from .planning.cost import Cost, Memory, bytes_of_others, cost, memory
-from .planning.formulate import formulate
+from .planning.cost import Cost, Memory, cost, memory
 from .planning.limit import DoesNotFit, check_peak, with_device_limit
+from .planning.lower_bound import lower_bound
 from .planning.make_plan import make_plan, with_memory_notes
 from .planning.place_copies import HostIsFull, check_host_memory, place_copies
 from .planning.plan import Plan
@@ -70,8 +63,7 @@ from .planning.recompute.plan_recomputation import (
     with_recomputation,
 )
 from .planning.simulate import simulate
-from .planning.skeleton import THE_START, Neighbours, skeleton
-from .planning.solver.bound import bound
+from .planning.skeleton import THE_START, skeleton
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.timeline import Timeline
@@ -479,31 +471,9 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        # The bound counts each micro-batch by itself, so the bytes of the others are taken from the peak.
-        programs = micro_batch_programs(self.graph)
-        peak = timeline.peak - min(bytes_of_others(self.graph, programs).values())
-        return dataclasses.replace(timeline, bound=self._lower_bound(cluster, peak))
-
-    def _lower_bound(self, cluster: Cluster, peak: int) -> tuple[float, str] | None:
-        """A time that no order within `peak` bytes can beat, and its bottleneck; None if no collective is planned."""
-        unordered = self.unordered
-        if self.graph.carried:
-            # These gathers may end during the step before. So the bound counts no time for them, and their leaves are
-            # whole from the start.
-            carried: set[int] = set()
-            for start in carried_starts(self.graph):
-                carried.update(start.leaves)
-            unordered = without_gathers_of(unordered, carried)
-            size = local_bytes(unordered)
-            peak += sum(size(v) for v in unordered.inputs[len(self.unordered.inputs) :])
-
-        # The plan may name neighbours that this cluster does not have.
-        all_neighbours = (*cluster.neighbours(self.unordered.axes), *self.plan.neighbours)
-        neighbours = tuple(dict.fromkeys(all_neighbours))
-        order = skeleton(unordered, neighbours)
-        if not order.gathers and not order.reductions:
-            return None
-        return _bound_of_micro_batches(unordered, cluster, peak, neighbours)
+        neighbours = self.plan.neighbours
+        bound = lower_bound(self.graph, self.unordered, neighbours, cluster, timeline.peak)
+        return dataclasses.replace(timeline, bound=bound)
 
     @ends_at_user
     def replan(self, profile: Profile | Cluster) -> Lowered:
@@ -711,21 +681,3 @@ def _check_whole_here(recording: Recording, name: str) -> None:
                 f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, user_sharding.axes))}, and this "
                 f"process has only its own part of it.\nRun the step on real ranks: lowered.compile() on each."
             )
-
-
-def _bound_of_micro_batches(
-    graph: Graph, cluster: Cluster, peak: int, neighbours: Neighbours
-) -> tuple[float, str]:
-    """The sum of the lower bounds of all micro-batches, and the bottleneck of the last one."""
-    total = 0.0
-    bottleneck = ""
-    for part, times in micro_batch_programs(graph).runs:
-        order = skeleton(part, neighbours)
-        if order.gathers or order.reductions:
-            result = bound(formulate(order, cluster, peak))
-            seconds, bottleneck = result.seconds, result.binds
-        else:
-            # Without planned collectives there is one order.
-            seconds, bottleneck = simulate(part, cluster).seconds, "compute"
-        total += times * seconds
-    return total, bottleneck

@@ -1,0 +1,63 @@
+"""A time that no order of a program's collectives beats, within the memory of the order that it has.
+
+`solver/bound.py` bounds the schedules of one problem. A step of micro-batches has one problem for each of them, and the
+gathers that the step before has started are in no problem.
+"""
+
+from __future__ import annotations
+
+from ..ir.across_steps import carried_starts, without_gathers_of
+from ..ir.graph import Graph
+from ..ir.micro_batches import micro_batch_programs
+from .buffers import local_bytes
+from .cluster import Cluster
+from .cost import bytes_of_others
+from .formulate import formulate
+from .simulate import simulate
+from .skeleton import Neighbours, skeleton
+from .solver.bound import bound
+
+
+def lower_bound(
+    graph: Graph, unordered: Graph, neighbours: Neighbours, cluster: Cluster, peak: int
+) -> tuple[float, str] | None:
+    """A lower bound for the seconds of a program, and what binds it in the last micro-batch.
+
+    None if no collective is planned.
+
+    Args:
+        graph: the program in the order of its plan.
+        unordered: the program before it has an order.
+        neighbours: the neighbours that the plan names. The cluster may not have them.
+        cluster: the speeds.
+        peak: the bytes that may be live in every order.
+    """
+    # Each micro-batch is bounded by itself, so the bytes of the others are taken from the peak.
+    peak -= min(bytes_of_others(graph, micro_batch_programs(graph)).values())
+    all_neighbours = tuple(dict.fromkeys((*cluster.neighbours(unordered.axes), *neighbours)))
+    if graph.carried:
+        # These gathers may end during the step before. So the bound counts no time for them, and their leaves are
+        # whole from the start.
+        num_inputs = len(unordered.inputs)
+        carried: set[int] = set()
+        for start in carried_starts(graph):
+            carried.update(start.leaves)
+        unordered = without_gathers_of(unordered, carried)
+        size = local_bytes(unordered)
+        peak += sum(size(v) for v in unordered.inputs[num_inputs:])
+
+    order = skeleton(unordered, all_neighbours)
+    if not order.gathers and not order.reductions:
+        return None
+    total = 0.0
+    bottleneck = ""
+    for part, times in micro_batch_programs(unordered).runs:
+        order = skeleton(part, all_neighbours)
+        if order.gathers or order.reductions:
+            result = bound(formulate(order, cluster, peak))
+            seconds, bottleneck = result.seconds, result.binds
+        else:
+            # Without planned collectives there is one order.
+            seconds, bottleneck = simulate(part, cluster).seconds, "compute"
+        total += times * seconds
+    return total, bottleneck
