@@ -497,20 +497,41 @@ def bucket_key(start: Eqn) -> tuple:
     """
     member, future = start.ins[0], start.results[0]
     axis = start.kwargs["axis"]
-    op = start.kwargs.get("op")
     placements = [p for p in (*member.layout, *future.layout) if p.axis == axis]
+    dims = tuple(p.dim for p in placements if isinstance(p, Split))
+    key = (start.op, axis, role(start), start.kwargs.get("dtype"), dims)
+    if rules(start).moves:
+        return key  # members of several dtypes are sent as bytes (see `in_bytes`)
     return (
-        start.op,
-        axis,
-        start.provenance.role if start.provenance else None,
+        *key,
         wire_dtype(start, member),
-        host_sum_dtype(start, member) if op else None,
+        host_sum_dtype(start, member),
         member.dtype,
         future.dtype,
-        op,
-        tuple(p.dim for p in placements if isinstance(p, Split)),
+        start.kwargs["op"],
         tuple(p.op for p in placements if isinstance(p, Partial)),
     )
+
+
+def in_bytes(start: Eqn) -> Eqn:
+    """A collective that moves members of several dtypes, as one that moves their bytes, which have one more dim.
+
+    A bucket of members with one dtype does not change.
+
+    >>> codes = Var("codes", torch.int8, (4, 2), (Split("dp"),))
+    >>> scales = Var("scales", torch.float32, (4, 1), (Split("dp"),))
+    >>> in_bytes(all_gather([codes, scales], ["c", "s"], "dp")).ins
+    (codes: u8[4@dp,2,1], scales: u8[4@dp,1,4])
+    """
+    wires = {wire_dtype(start, v) for v in start.ins}
+    if len(wires) == 1 or not rules(start).moves:
+        return start
+    members = [_bytes_of(v) for v in start.ins]
+    return start.replace(args=(members,), outs=tuple(map(_bytes_of, start.results)))
+
+
+def _bytes_of(v: Var) -> Var:
+    return dataclasses.replace(v, dtype=torch.uint8, shape=(*v.shape, v.dtype.itemsize))
 
 
 def coalesce(starts: Sequence[Eqn]) -> Eqn:

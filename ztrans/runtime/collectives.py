@@ -32,6 +32,7 @@ from ..ir.collectives import (
     REDUCE_SCATTER,
     buffer_bytes,
     host_sum_dtype,
+    in_bytes,
     is_reduced_by_ranks,
     is_sent_alone,
     rules,
@@ -159,6 +160,7 @@ class Start(torch.nn.Module):
     a channel the module can be printed, but not called.
 
     Attributes:
+        dtypes: the dtypes of the values, if these are sent as bytes; else empty.
         size, rank: the number of ranks along the axis, and the index of this rank.
         outs: the values of the members after the wait.
         dim: the dim along which the members, or the values, are split.
@@ -184,6 +186,9 @@ class Start(torch.nn.Module):
     ) -> None:
         super().__init__()
         _delay_exit_for_gloo()
+        as_sent = in_bytes(eqn)
+        self.dtypes = [v.dtype for v in eqn.results] if as_sent is not eqn else []
+        eqn = as_sent
         axis = eqn.kwargs["axis"]
         self.collective = cast(Primitive, eqn.op)
         self.reduction = str(eqn.kwargs.get("op", ""))
@@ -249,6 +254,8 @@ class Start(torch.nn.Module):
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         self.channel.advance()
+        if self.dtypes:
+            members = tuple(map(as_bytes, members))
         messages: list[InProgress] = []
         for ks in self.members_by_message:
             messages.append(self.call(self, ks, [members[k] for k in ks]))
@@ -258,7 +265,7 @@ class Start(torch.nn.Module):
             for ks, (_, make_values) in zip(self.members_by_message, messages):
                 values.update(zip(ks, make_values()))
             messages.clear()  # this releases the send and receive buffers
-            return values
+            return from_bytes(values, self.dtypes) if self.dtypes else values
 
         works: list[Work] = []
         for works_of_message, _ in messages:
@@ -491,6 +498,18 @@ def _split_dim(eqn: Eqn, axis: str) -> int:
 def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """A shape with one dim moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if shape else ()
+
+
+def as_bytes(member: torch.Tensor) -> torch.Tensor:
+    """A view of the bytes of a member, in one more dim (see `in_bytes`)."""
+    return member.unsqueeze(-1).view(torch.uint8)
+
+
+def from_bytes(
+    values: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> dict[int, torch.Tensor]:
+    """The values by member, from their bytes."""
+    return {k: x.view(dtypes[k]).squeeze(-1) for k, x in values.items()}
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:

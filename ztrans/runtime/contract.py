@@ -204,7 +204,8 @@ def _message(graph: Graph, start: Eqn) -> str:
     kind = op_name(start.op)
     if start.kwargs.get("op"):
         kind = f"{kind} {start.kwargs['op']}"
-    wire = DTYPES.get(wire_dtype(start, start.ins[0]), "")
+    wires = dict.fromkeys(wire_dtype(start, v) for v in start.ins)
+    wire = " and ".join(DTYPES.get(dtype, "") for dtype in wires)
     return f"{kind} over {start.kwargs['axis']} as {wire} of {', '.join(members)}"
 
 

@@ -33,7 +33,7 @@ from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..channels import Channel
-from ..collectives import REDUCE_OPS, Future, Member, Start
+from ..collectives import REDUCE_OPS, Future, Member, Start, as_bytes, from_bytes
 from .streams import Done, Streams
 
 # What carries a collective. Terms that NCCL must not reduce are exchanged by all_to_all, or all "terms" are gathered.
@@ -112,6 +112,8 @@ class StreamedStart(Start):
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
         streams.release()
+        if self.dtypes:
+            members = tuple(map(as_bytes, members))
         messages = []
         for ks in self.members_by_message:
             messages.append(self.message(ks, [members[k] for k in ks]))
@@ -123,6 +125,8 @@ class StreamedStart(Start):
         values: dict[int, torch.Tensor] = {}
         for ks, message in zip(self.members_by_message, messages):
             values.update(zip(ks, message.values))
+        if self.dtypes:
+            values = from_bytes(values, self.dtypes)
         future = Future(done, lambda: values)
         return tuple(Member(future, k) for k in range(len(members)))
 

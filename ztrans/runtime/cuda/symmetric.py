@@ -29,7 +29,14 @@ import torch
 import torch.distributed as dist
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, buffer_bytes, wire_dtype
+from ...ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    buffer_bytes,
+    in_bytes,
+    wire_dtype,
+)
 from ...ir.graph import Eqn
 from ...ir.rules import Sizes
 from ...ops.kernel import FLOATS
@@ -144,6 +151,7 @@ def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     """The kind of the messages of a collective equation, or why symmetric memory cannot carry them."""
     if eqn.op not in _HALVES:
         return f"it carries no {eqn.op}"
+    eqn = in_bytes(eqn)
     wire = wire_dtype(eqn, eqn.ins[0])
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
