@@ -8,6 +8,7 @@ TESTS = Path(__file__).parents[1]
 
 # Modules that have no test file of their name, or whose name alone does not say where their behaviour is tested.
 NEAR = {
+    "backends": "test_stages runtime/cuda/test_half_weights runtime/cuda/test_half_gradients runtime/inductor/test_backend",
     "compiled": "test_stages test_step runtime/cuda/test_graph_capture test_mistakes runtime/test_carried",
     "stages": "test_stages test_step test_fitting",
     "ops.all_gather": "ops/test_contracts ops/test_launches ops/interpreted/test_collectives",
@@ -74,6 +75,7 @@ NEAR = {
     "planning.recompute.residency": "planning/recompute/test_choose planning/recompute/test_on_host",
     "planning.simulate": "planning/test_play planning/test_objective planning/test_contention",
     "planning.solver.after_waits": "planning/solver/test_solver planning/test_updates_together",
+    "planning.lower_bound": "report/test_timeline planning/test_objective transforms/test_across_steps",
     "planning.solver.bound": "planning/solver/test_solver planning/test_objective",
     "planning.solver.changes": "planning/test_ablations planning/solver/test_solver",
     "planning.solver.full_buckets": "planning/solver/test_solver planning/test_budgets",
@@ -104,6 +106,7 @@ NEAR = {
     "runtime.inductor.compiler": "runtime/inductor/test_backend runtime/inductor/test_fusion",
     "runtime.mesh": "runtime/test_session runtime/cuda/test_nccl test_errors",
     "runtime.replicas": "test_step test_mistakes runtime/test_distributed",
+    "runtime.runner": "runtime/cuda/test_graph_capture runtime/test_carried profiling/test_profile",
     "runtime.session": "runtime/test_session runtime/test_failure",
     "runtime.state": "test_step test_mistakes test_errors runtime/test_distributed",
     "runtime.transports": "runtime/cuda/test_symmetric runtime/cuda/test_streams runtime/test_codegen",
