@@ -64,7 +64,7 @@ class LocalProgram(NamedTuple):
         lowered: the program, in the order in which it runs.
         runner: runs it, from flat inputs to flat outputs.
         writes: whether the runner has begun to write the state.
-        groups: the process groups of its mesh; None in one process.
+        session: the session of its mesh; None in one process.
         contract: what all ranks of the mesh must do alike; None without a mesh.
         half_weights: the hidden copies of parameters in half precision; None if there are none.
         changed_leaves: the positions of the leaves of the state that a step changes.
@@ -74,7 +74,7 @@ class LocalProgram(NamedTuple):
     lowered: Lowered
     runner: Runner
     writes: Writes
-    groups: Session | None = None
+    session: Session | None = None
     contract: Contract | None = None
     half_weights: HalfWeights | None = None
     changed_leaves: Sequence[int] = ()
@@ -230,8 +230,8 @@ class Compiled(Printed):
         with self._step(inputs) as (runner, tensors):
             local_program = self._local_program
             local_program.writes.begin()
-            if local_program.groups is not None:
-                local_program.groups.drop_carried()
+            if local_program.session is not None:
+                local_program.session.drop_carried()
             planned = micro_batch_programs(self.lowered.graph).last
             return profile_step(runner, planned, self._mesh, tensors, steps)
 
@@ -245,9 +245,9 @@ class Compiled(Printed):
         """
         # The gathers belong to the mesh, so another program of it may have started them.
         if self._mesh is not None:
-            groups = session_of(self._mesh)
-            with groups.leaving("close"):
-                groups.drop_carried()
+            session = session_of(self._mesh)
+            with session.leaving("close"):
+                session.drop_carried()
         local_program = self.binding.local_program
         if local_program is None:
             return
@@ -289,13 +289,13 @@ class Compiled(Printed):
         return self.lowered.mesh if isinstance(self.lowered.mesh, DeviceMesh) else None
 
     @property
-    def _groups(self) -> Session | None:
-        """The process groups of the mesh; None without a mesh. A bound program holds them, which saves the lookup."""
+    def _session(self) -> Session | None:
+        """The session of the mesh; None without a mesh. A bound program holds it, which saves the lookup."""
         local_program = self.binding.local_program
         if local_program is not None:
-            if local_program.groups is not None:
-                local_program.groups.check_exists()
-            return local_program.groups
+            if local_program.session is not None:
+                local_program.session.check_exists()
+            return local_program.session
         return session_of(self._mesh) if self._mesh is not None else None
 
     @property
@@ -319,30 +319,30 @@ class Compiled(Printed):
         name = self.lowered.graph.name
         local = inputs.tensors
         state = inputs.state
-        groups = self._groups
+        session = self._session
         with self._telling_refusals():
             check_whole(state, name)
             check_written(name, self.lowered.recording.signature.paths, state)
-        lock = self.binding.lock if groups is None else groups.lock
+        lock = self.binding.lock if session is None else session.lock
         with one_thread(lock, name), self._current_device(local):
-            check_launched(groups, name)
+            check_launched(session, name)
             local_program = self.binding.local_program or self._new_local_program(local, state)
             runner = local_program.runner
             half_weights = local_program.half_weights
             if half_weights is not None:
                 local = half_weights.inserted(local)
             uses_carried = runner.uses_carried(inputs)
-            if groups is not None:
-                self._agree(groups, local_program, local, state, uses_carried, numbers)
+            if session is not None:
+                self._agree(session, local_program, local, state, uses_carried, numbers)
             # Bind only after the comparison: if one rank could not make its program, all ranks make theirs again.
             self.binding.local_program = local_program
 
             if runner.replays:
                 with self._telling_refusals():
                     runner.check_inputs(local)
-            with running(name, state, groups, local_program.writes):
-                if groups is not None and not uses_carried:
-                    groups.drop_carried()
+            with running(name, state, session, local_program.writes):
+                if session is not None and not uses_carried:
+                    session.drop_carried()
                 if half_weights is not None:
                     half_weights.refresh(inputs)
                 yield runner, local
@@ -384,7 +384,7 @@ class Compiled(Printed):
 
     def _agree(
         self,
-        groups: Session,
+        session: Session,
         local_program: LocalProgram,
         local: Sequence[torch.Tensor],
         state: Sequence[Any],
@@ -402,16 +402,16 @@ class Compiled(Printed):
         contract = local_program.contract
         is_replay = local_program.runner.replays
         if mesh is not None and contract is not None and (stop.is_watched() or not is_replay):
-            launches = groups.launches_first and (is_replay or not self.cuda_graph)
+            launches = session.launches_first and (is_replay or not self.cuda_graph)
             agree(
-                groups,
+                session,
                 step_of(self.lowered.graph.name),
                 contract.terms(local, steps_of(state), uses_carried, numbers),
                 functools.partial(contract.explain, mesh),
                 launches,
             )
         # From here on, an error of any kind ends the step on all ranks.
-        groups.in_step = threading.get_ident()
+        session.in_step = threading.get_ident()
 
     @property
     def is_bound(self) -> bool:
@@ -476,11 +476,11 @@ class Compiled(Printed):
         lowered = self.lowered if self.agreed else _agreed(self.lowered, self.changes)
         writes = Writes()
         mesh = self._mesh
-        groups = self._groups
-        with ending_together(lowered.graph.name, state, groups, writes):
-            if mesh is not None and groups is not None:
+        session = self._session
+        with ending_together(lowered.graph.name, state, session, writes):
+            if mesh is not None and session is not None:
                 # A failed step closes the channels, and the modules that start messages look them up.
-                groups.open()
+                session.open()
                 if not self.agreed and mesh.size() > 1:
                     # This needs all ranks. A program that one rank later binds alone sends the same messages.
                     reserve(mesh, list(micro_batch_programs(lowered.graph).in_order))
@@ -494,7 +494,7 @@ class Compiled(Printed):
                     self.cuda_graph,
                     self.cast_ahead,
                     writes,
-                    groups.watcher if groups is not None else None,
+                    session.watcher if session is not None else None,
                 )
             graph = runner.executable.graph
             contract = None
@@ -505,7 +505,7 @@ class Compiled(Printed):
                 dataclasses.replace(lowered, graph=graph),
                 runner,
                 writes,
-                groups,
+                session,
                 contract,
                 half_weights,
                 changed_leaves=changed_leaves(self.lowered.graph),
