@@ -20,8 +20,8 @@ from torch.func import grad_and_value
 
 import ztrans as zt
 from ztrans.ir.micro_batches import micro_batch_programs
-from ztrans.ir.update_groups import group_updates
 from ztrans.report.page import page
+from ztrans.rewrites.update_groups import group_updates
 from ztrans.runtime.codegen import to_fx
 from ztrans.stages import Traced
 

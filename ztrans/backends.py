@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .calling.inputs import device_of
 from .ir.graph import Graph
-from .ir.number_operands import with_number_operands
+from .rewrites.number_operands import with_number_operands
 from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.carried import CarryingExecutable
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates

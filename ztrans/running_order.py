@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence, Set
 from .ir.donation import donation
 from .ir.graph import Eqn, Graph, Var
 from .ir.op_facts import op_facts
-from .ir.update_groups import EqnGroup, group_updates
 from .planning.buffers import Storage, by_memory, live_bytes, storages
 from .planning.cost import memory
+from .rewrites.update_groups import EqnGroup, group_updates
 from .runtime.inductor.fusion import FusedGroup, computed_alike, fuse, runs_in_one_call
 
 # The numbers of parts that the parameters of an update are divided into, tried in turn until the peak does not rise.

@@ -34,16 +34,10 @@ from .fitting import (
     ways_to_fit,
     within_limit,
 )
-from .ir.across_steps import carry_first_gathers, gathers_before
 from .ir.ambient import refuse_inside, without_autocast
-from .ir.collectives import erase_trivial
-from .ir.donation import writes_last
 from .ir.graph import Graph, dce
 from .ir.interpreter import join_state, lockstep, split_state
-from .ir.keep_on_host import demanded_on_host, keep_on_host
 from .ir.layout import AbstractMesh
-from .ir.marks import erase_marks
-from .ir.neighbours import among_neighbours
 from .ir.printer import Printed, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
@@ -68,6 +62,11 @@ from .profiling.profile import Profile
 from .report.progress import stage
 from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
+from .rewrites.across_steps import carry_first_gathers, gathers_before
+from .rewrites.erase import erase_marks, erase_trivial
+from .rewrites.keep_on_host import demanded_on_host, keep_on_host
+from .rewrites.neighbours import among_neighbours
+from .rewrites.writes_last import writes_last
 from .runtime.codegen import to_fx
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.mesh import check_runs, device_memory

@@ -22,14 +22,13 @@ from datetime import date
 import torch
 
 import ztrans as zt
-from ztrans.ir.collectives import erase_trivial
 from ztrans.ir.graph import Eqn, Graph, dce
-from ztrans.ir.marks import erase_marks
 from ztrans.planning.cluster import LINKS, Cluster, Link
 from ztrans.planning.devices import DEVICES, Device
 from ztrans.planning.simulate import timeline_of
 from ztrans.report.event import COMPUTE
 from ztrans.report.timeline import Timeline
+from ztrans.rewrites.erase import erase_marks, erase_trivial
 from ztrans.transforms.base import rewritten
 
 from .. import RESULTS

@@ -20,7 +20,6 @@ from ztrans.ir.collectives import (
     WAIT,
     bucket_key,
     coalesce,
-    erase_trivial,
     is_sent_alone,
     is_start,
     lane,
@@ -28,7 +27,7 @@ from ztrans.ir.collectives import (
     wait,
 )
 from ztrans.ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST
-from ztrans.ir.donation import donation, first_write, writes_last
+from ztrans.ir.donation import donation, first_write
 from ztrans.ir.graph import Eqn, Graph, Partial, Primitive, Provenance, Split, Var
 from ztrans.ir.liveness import liveness
 from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
@@ -40,6 +39,8 @@ from ztrans.planning.cluster import cluster
 from ztrans.planning.cost import cost, memory
 from ztrans.planning.make_plan import make_plan
 from ztrans.planning.simulate import simulate
+from ztrans.rewrites.erase import erase_trivial
+from ztrans.rewrites.writes_last import writes_last
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.collectives import CALLS, Start
 from ztrans.runtime.collectives import wait as wait_for

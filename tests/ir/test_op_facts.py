@@ -19,8 +19,8 @@ from tests.support.worlds import batches, traced
 from ztrans.ir.collectives import rules
 from ztrans.ir.graph import Eqn, Var
 from ztrans.ir.layout import as_tensor
-from ztrans.ir.marks import erase_marks
 from ztrans.ir.op_facts import _ROWS, OpFacts, is_view, op_facts
+from ztrans.rewrites.erase import erase_marks
 
 aten = torch.ops.aten
 FILE = Path(__file__).with_name("op_facts.txt")

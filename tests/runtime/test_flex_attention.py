@@ -8,8 +8,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ztrans as zt
 from tests.support.worlds import clone, distance
-from ztrans.ir.flex_attention import is_attention, is_dense
 from ztrans.ir.operations import compute
+from ztrans.rewrites.flex_attention import is_attention, is_dense
 from ztrans.runtime.codegen import nested, to_fx
 from ztrans.runtime.flex_attention import FlexAttention
 

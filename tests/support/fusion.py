@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ztrans.ir.graph import Graph
-from ztrans.ir.update_groups import group_updates
+from ztrans.rewrites.update_groups import group_updates
 from ztrans.runtime.inductor.fusion import FusedGroup, fuse, runs_in_one_call
 
 

@@ -10,7 +10,6 @@ import ztrans as zt
 from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import batches, distance, fake_mesh, on_ranks, plain, slices
-from ztrans.ir.across_steps import gathers_before
 from ztrans.ir.collectives import is_start
 from ztrans.ir.donation import donation, first_write
 from ztrans.ir.interpreter import join_state, lockstep, split_state
@@ -19,6 +18,7 @@ from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import Link
 from ztrans.planning.limit import DoesNotFit, check_peak
 from ztrans.report.event import COMPUTE
+from ztrans.rewrites.across_steps import gathers_before
 
 ACROSS = zt.prefetch(across_steps=True)
 MESH = zt.AbstractMesh(dp=4)

@@ -8,7 +8,6 @@
 
 A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
 collective has a class here with all of its rules. `rules(eqn)` returns the rules of any equation, collective or not.
-`erase_trivial` removes collectives over axes of one rank.
 """
 
 from __future__ import annotations
@@ -26,21 +25,14 @@ from .axes import members
 from .copies import LINK
 from .graph import (
     Eqn,
-    Graph,
     Layout,
     Partial,
     Primitive,
     Split,
     Var,
-    dce,
-    producers,
-    rename,
-    substitute,
     value_of_future,
 )
 from .layout import bytes_on_first_rank, chunk, cut, on_axis, split_over, without
-from .op_facts import CAST
-from .rewriter import Rewriter
 from .rules import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -561,63 +553,3 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     if provenance is not None:
         provenance = dataclasses.replace(provenance, paths=tuple(paths), regather=None)
     return first.replace(args=(members,), outs=tuple(outs), provenance=provenance, hint=None)
-
-
-def erase_trivial(graph: Graph) -> Graph:
-    """Replace each collective over an axis of one rank, which moves nothing, by its members.
-
-    They are cast as if they were sent.
-    """
-    trivial = {axis for axis, size in graph.axes.items() if size == 1}
-    if not trivial:
-        return graph
-
-    new = Rewriter(graph)
-    erased: set[Var] = set()
-    for e in graph.eqns:
-        if isinstance(e.op, Primitive) and rules(e).axis(e) in trivial:
-            new.drop(e)
-            for member, out in zip(e.ins, e.results):
-                casts = _casts(member, out, e)
-                new.insert_before(e, *casts)
-                new.alias(out, casts[-1].out if casts else member)
-            erased.update(e.results)
-        elif rules(e).waits and e.ins[0] in erased:
-            new.drop(e)
-            new.alias(e.out, e.ins[0])
-    return _without_axes(new.applied(), trivial)
-
-
-def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
-    """The casts of a member to the dtype of the wire, and then to the dtype of its result."""
-    casts: list[Eqn] = []
-    for dtype in (start.kwargs.get("dtype"), out.dtype):
-        if dtype is None or dtype == member.dtype:
-            continue
-        name = f"{out.base_name}.{str(dtype).removeprefix('torch.')}"
-        value = Var(name, dtype, member.shape, member.layout)
-        kwargs = {"dtype": dtype}
-        casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
-        member = value
-    return casts
-
-
-def _without_axes(graph: Graph, axes: set[str]) -> Graph:
-    """The program without `axes`, which have one rank each, in the layouts of its values."""
-    new_values: dict[Var, Var] = {}
-    for v in (*graph.inputs, *producers(graph.eqns)):
-        layout = tuple(p for p in v.layout if p.axis not in axes)
-        if layout != v.layout:
-            new_values[v] = dataclasses.replace(v, layout=layout)
-    if not new_values:
-        return dce(graph)
-
-    def new_value(v: Var) -> Var:
-        return new_values.get(v, v)
-
-    graph = graph.replace(
-        inputs=tuple(map(new_value, graph.inputs)),
-        batch=frozenset(map(new_value, graph.batch)),
-        eqns=tuple(e.replace(outs=substitute(e.outs, new_value)) for e in graph.eqns),
-    )
-    return dce(rename(graph, new_values))

@@ -25,13 +25,11 @@ import torch
 
 from .cached_analysis import cached_on_graph
 from .collectives import rules
-from .dependencies import needed
-from .graph import Eqn, Graph, Var, producers
+from .graph import Eqn, Graph, Var
 from .liveness import liveness, read_after_step
 from .op_facts import is_random, is_written, op_facts, overloads
 from .operations import direct
 from .pairing import pair
-from .rewriter import reordered
 from .user_collectives import is_user_wait
 
 # Arguments that are overwritten, each with the result that replaces it.
@@ -40,16 +38,6 @@ Overwritten = list[tuple[Var, Var | None]]
 # The most bytes of a constant that is made once and used by every step.
 _MOST_CONSTANT_BYTES = 16 << 10
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-
-
-def writes_last(graph: Graph) -> Graph:
-    """Move those equations of the update that no collective depends on to the end of the program.
-
-    Random draws keep their order, so they and what they depend on stay in place.
-    """
-    fixed = [e for e in graph.eqns if _can_fail(e) or is_random(e)]
-    before_writes = needed(fixed, producers(graph.eqns))
-    return reordered(graph, lambda e: e not in before_writes).with_hints(update="last")
 
 
 def first_write(graph: Graph) -> int:
@@ -62,12 +50,12 @@ def first_write(graph: Graph) -> int:
     carried = set(graph.carried_outputs)
     last_to_fail = -1
     for i, e in enumerate(graph.eqns):
-        if _can_fail(e) and carried.isdisjoint(e.results):
+        if can_fail(e) and carried.isdisjoint(e.results):
             last_to_fail = i
     return last_to_fail + 1
 
 
-def _can_fail(e: Eqn) -> bool:
+def can_fail(e: Eqn) -> bool:
     """Whether an equation is a collective, which may fail because of another rank, or runs in forward or backward."""
     return e.region != "update" or rules(e).remote
 

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from ..ops import EVERY_AXIS
 from .axes import members
 from .graph import Eqn, Graph, Primitive, Var
-from .rewriter import Rewriter
 from .rules import INVARIANT, Axes, Memberwise, Sizes
 
 
@@ -85,19 +84,8 @@ PSUM = Primitive("psum", Reduced())
 ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
 KEEP = Primitive("keep", Mark())
-_IDENTITIES = (GRADIENT, PMEAN, PSUM)
 
 
 def reduced_values(graph: Graph) -> list[Var]:
     """The values that the marks of `zt.pmean` and `zt.psum` reduce."""
     return [e.args[0] for e in graph.eqns if e.op in (PMEAN, PSUM)]
-
-
-def erase_marks(graph: Graph) -> Graph:
-    """Drop the marks that no transform has replaced; they are the identity."""
-    new = Rewriter(graph)
-    for e in graph.eqns:
-        if e.op in _IDENTITIES:
-            new.drop(e)
-            new.alias(e.out, e.args[0])
-    return new.applied()

@@ -17,11 +17,11 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
-from ..ir.flex_attention import is_attention, score_bytes
 from ..ir.graph import Eqn, Graph, Var, variables
 from ..ir.higher_order import functions
 from ..ir.layout import local_shape
 from ..ir.pairing import pair
+from ..rewrites.flex_attention import is_attention, score_bytes
 
 # The events whose slots a schedule decides. All other events of a scheduling problem are slots.
 AT_START = -1

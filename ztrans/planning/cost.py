@@ -18,12 +18,12 @@ from ..ir.donation import donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import inner_work
 from ..ir.micro_batches import MicroBatchPrograms, is_cut, micro_batch_programs
-from ..ir.number_operands import Number, settings, with_number_operands
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
-from ..ir.update_groups import group_updates
 from ..ir.wire_traffic import wire_traffic
+from ..rewrites.number_operands import Number, settings, with_number_operands
+from ..rewrites.update_groups import group_updates
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .flops import flops
 
@@ -149,7 +149,7 @@ class Launches(NamedTuple):
     """The host's calls for an equation, and the kernels that they launch.
 
     A small step is as fast as its host. The calls are those of the eager backend: one for each operation, and one for
-    equal updates next to each other (see `ir.update_groups`). A collective launches its message; if members are packed,
+    equal updates next to each other (see `update_groups`). A collective launches its message; if members are packed,
     a kernel before it; and if they are unpacked, a kernel at the first wait.
     """
 

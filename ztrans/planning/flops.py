@@ -17,11 +17,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from ..ir.flex_attention import is_attention as is_flex_attention
 from ..ir.graph import Eqn, Graph, Primitive, Var
 from ..ir.higher_order import functions, inner_work
 from ..ir.layout import local_shape
 from ..ir.op_facts import arguments_by_name, is_view, op_facts
+from ..rewrites.flex_attention import is_attention as is_flex_attention
 
 aten = torch.ops.aten
 hops = torch.ops.higher_order

@@ -17,7 +17,7 @@ from ..ir.graph import Eqn, Graph, Region, Var, producers
 from ..ir.layout import bytes_on_first_rank
 from ..ir.op_facts import is_matmul
 from ..ir.rules import Sizes
-from ..ir.update_groups import group_updates, may_change_places
+from ..rewrites.update_groups import group_updates, may_change_places
 from .buffers import Buffer, local_bytes
 from .cluster import Cluster
 from .cost import launches

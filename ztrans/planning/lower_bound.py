@@ -6,9 +6,9 @@ gathers that the step before has started are in no problem.
 
 from __future__ import annotations
 
-from ..ir.across_steps import carried_starts, without_gathers_of
 from ..ir.graph import Graph
 from ..ir.micro_batches import micro_batch_programs
+from ..rewrites.across_steps import carried_starts, without_gathers_of
 from .buffers import local_bytes
 from .cluster import Cluster
 from .cost import bytes_of_others

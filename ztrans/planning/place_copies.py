@@ -11,9 +11,9 @@ Copies to the device end where their value is needed: from the last one back to 
 enough. A copy that would raise the peak of memory gets less time, and compute waits for the rest.
 
 With `offload(across_steps=True)`, a copy to the host that outlasts the step is carried: the next step waits for it
-where it has ended (see `ir.carried_copies`).
+where it has ended (see `rewrites.carried_copies`).
 
-Equal updates next to each other take one launch (see `ir.update_groups`), so no copy starts or ends between them.
+Equal updates next to each other take one launch (see `rewrites.update_groups`), so no copy starts or ends between them.
 Leaves are copied in sets, before and after the updates of a set.
 """
 
@@ -26,15 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.carried_copies import carriable_copies, carry_copies
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
-from ..ir.rewriter import reordered
-from ..ir.update_groups import may_change_places
+from ..rewrites.carried_copies import carriable_copies, carry_copies
+from ..rewrites.rewriter import reordered
+from ..rewrites.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory

@@ -13,9 +13,9 @@ from itertools import chain
 from ..ir.collectives import coalesce
 from ..ir.dependencies import grouped
 from ..ir.graph import Eqn, Graph, Var, rename
-from ..ir.neighbours import with_neighbours_as_axes
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
+from ..rewrites.neighbours import with_neighbours_as_axes
 from .cost import memory
 from .eager_updates import EagerGroup, eager_groups
 from .early_updates import with_early_updates

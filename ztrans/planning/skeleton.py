@@ -22,12 +22,12 @@ from ..ir.collectives import bucket_key, is_start, role
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import Liveness, liveness
-from ..ir.neighbours import gather_of_parts, gathered_value, kept_part
 from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
-from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective
+from ..rewrites.neighbours import gather_of_parts, gathered_value, kept_part
+from ..rewrites.rewriter import reordered
 
 THE_START = "the start"
 THE_END = "the end"

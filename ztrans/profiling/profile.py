@@ -98,7 +98,7 @@ class Profile:
     def of_plan(self, planned: Graph, as_run: Graph) -> Profile:
         """This profile with a duration for every equation of the plan, although some run in another form.
 
-        An operation may run with a number instead of a scalar (see `ir.number_operands`). Then its duration comes from
+        An operation may run with a number instead of a scalar (see `number_operands`). Then its duration comes from
         the equation that binds the same value. Equations that became part of another call, or arithmetic on numbers,
         take no time.
         """

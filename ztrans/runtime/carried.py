@@ -1,6 +1,6 @@
 """Gathers that one step starts and the next step waits for.
 
-A step whose program carries gathers (see `ir.across_steps`) ends while they are in progress. They belong to the mesh,
+A step whose program carries gathers (see `across_steps`) ends while they are in progress. They belong to the mesh,
 like its channels: the next step of the mesh uses them, or waits for them and drops them. It uses them if it begins with
 the same gathers, and each leaf that they gather is unchanged since the last step. All ranks must do the same, because a
 rank that starts gathers sends messages that the others do not expect. So the ranks compare this too (see `agreement`).
@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..calling.inputs import Inputs
 from ..calling.snapshot import Snapshot
-from ..ir.across_steps import carried_starts
 from ..ir.ambient import without_autocast
 from ..ir.graph import Graph
+from ..rewrites.across_steps import carried_starts
 from .collectives import Member, Start, wait
 from .contract import message_lines
 from .executable import StepExecutable

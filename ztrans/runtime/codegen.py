@@ -24,18 +24,19 @@ from ..ir.axes import with_joint_indices
 from ..ir.collectives import Shard, Start, rules
 from ..ir.copies import Copy, is_copy
 from ..ir.donation import Donation, donation, is_constant
-from ..ir.flex_attention import is_attention
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
 from ..ir.higher_order import Function
 from ..ir.layout import local_shape, localize, part
 from ..ir.marks import Gradient, Reduced
-from ..ir.number_operands import ARITHMETIC, ITEM, Number
 from ..ir.op_facts import CAST, arguments_by_name
 from ..ir.operations import bound_results, call_operator, direct, stride_safe
 from ..ir.printer import op_name
 from ..ir.rules import Wait
 from ..ir.triton_launch import Launch
-from ..ir.update_groups import (
+from ..ir.user_collectives import by_group
+from ..rewrites.flex_attention import is_attention
+from ..rewrites.number_operands import ARITHMETIC, ITEM, Number
+from ..rewrites.update_groups import (
     EqnGroup,
     is_fused_update,
     is_read_of_host,
@@ -43,7 +44,6 @@ from ..ir.update_groups import (
     list_call,
     overwriting_first,
 )
-from ..ir.user_collectives import by_group
 from .collectives import channel_of, wait
 from .flex_attention import FlexAttention, structure_of
 from .host_copies import CarriedCopies

@@ -21,7 +21,7 @@ from ..ir.graph import Graph, Var
 from ..ir.layout import local_shape
 from ..ir.micro_batches import Carry, MicroBatchPrograms, micro_batch_programs
 from ..ir.source import Source, where
-from ..ir.update_groups import EqnGroup
+from ..rewrites.update_groups import EqnGroup
 from .codegen import coordinates, to_fx
 from .collectives import Start
 from .host_copies import HostCopy

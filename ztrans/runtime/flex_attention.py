@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..ir.flex_attention import has_kernel, is_dense
 from ..ir.graph import Eqn, substitute
 from ..ir.higher_order import Function
 from ..ir.operations import bound_results, call_operator
 from ..ir.structure import structures
+from ..rewrites.flex_attention import has_kernel, is_dense
 from .inductor.compiler import Strided, fused
 
 

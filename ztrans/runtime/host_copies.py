@@ -29,7 +29,7 @@ class HostCopy(torch.nn.Module):
 class CarriedCopies:
     """The copies of new leaves to the host that a step on a device has started, and has not waited for.
 
-    They belong to the device, like the queues of copies (see `ir.carried_copies`). The next step on the device that
+    They belong to the device, like the queues of copies (see `carried_copies`). The next step on the device that
     copies anything takes the copies of its own leaves. At its start it waits for all others, if its state is another
     one or its program carries no copies: then the memory that they read is free. A step that fails leaves no copies.
     """

@@ -3,7 +3,7 @@
 PyTorch's own checkpoints run their function again in backward: by hooks on saved tensors, which `torch.func` does not
 support, or by a nested `.backward()`, which a trace cannot follow. After a `functional_call` they would read the
 module's own parameters. In a program, backward recomputes the results of the marked operations instead (see
-`ir.recompute`). So all kinds of checkpoints take one path: reentrant or not, selective, nested, and composable.
+`rewrites.recompute`). So all kinds of checkpoints take one path: reentrant or not, selective, nested, and composable.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """

@@ -22,10 +22,10 @@ from ..calling.purity import trace_without_side_effects
 from ..calling.signature import Abstract, Constant, Signature, device_of_program
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
-from ..ir.flex_attention import with_kernels_chosen
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
-from ..ir.recompute import checkpointed
 from ..ir.user_sharding import UserSharding
+from ..rewrites.flex_attention import with_kernels_chosen
+from ..rewrites.recompute import checkpointed
 from .dtensors import as_dtensor, in_layout, refuse_wrappers, spec_of
 from .errors import divided_batch, reads_changed, unequal_parts
 from .fx_trace import FxTrace, check_torch, trace_by_make_fx

@@ -21,9 +21,9 @@ from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN
 from ..ir.micro_batches import changing
 from ..ir.op_facts import CAST
 from ..ir.pairing import pair
-from ..ir.rewriter import Rewriter
 from ..ir.source import Source, where
 from ..ir.varying import varying
+from ..rewrites.rewriter import Rewriter
 from .base import Transform, check_number, constructor
 
 

@@ -36,9 +36,9 @@ from ..ir.graph import (
 from ..ir.layout import part, split_over
 from ..ir.op_facts import CAST, is_random, op_facts, rearranges
 from ..ir.pairing import pair
-from ..ir.rewriter import Rewriter
 from ..ir.structure import structure
 from ..ir.user_collectives import is_user_collective
+from ..rewrites.rewriter import Rewriter
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default

@@ -10,8 +10,8 @@ from ..ir.dependencies import needed, reachable
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
-from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective, is_user_start
+from ..rewrites.rewriter import reordered
 from .base import Transform, check_number, constructor
 
 

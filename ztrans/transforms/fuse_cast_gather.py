@@ -12,7 +12,7 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
-from ..ir.rewriter import Rewriter
+from ..rewrites.rewriter import Rewriter
 from .base import Transform, constructor
 from .cast_on_shards import cast_on_shards
 

@@ -18,8 +18,8 @@ from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
-from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..ir.source import where as line_of
+from ..rewrites.rewriter import Rewriter, prerequisites, reordered
 from .base import Transform, byte_count, constructor, meta_leaves
 
 Where = str | Callable[[str, torch.Tensor], bool]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ..ir.cheap_values import cheap_values
 from ..ir.graph import Demand, Eqn, Graph, Var, producers
-from ..ir.keep_on_host import values_for_backward
 from ..ir.liveness import liveness
 from ..ir.op_facts import is_matmul
-from ..ir.recompute import originals, recompute, repeatable, without_repeats
+from ..rewrites.cheap_values import cheap_values
+from ..rewrites.keep_on_host import values_for_backward
+from ..rewrites.recompute import originals, recompute, repeatable, without_repeats
 from .base import Transform, byte_count, constructor
 
 Saves = Callable[[Eqn], bool]  # whether to keep the results of an equation of forward for backward

@@ -13,7 +13,6 @@ from torch.func import grad
 
 import ztrans as zt
 from benchmarks.plans.analysis_models import MODELS
-from ztrans.ir.recompute import recompute
 from ztrans.planning.buffers import by_operation
 from ztrans.planning.recompute.baseline import baseline_of, problem_of
 from ztrans.planning.recompute.choose import choose
@@ -21,6 +20,7 @@ from ztrans.planning.recompute.plan_recomputation import candidates_within, fast
 from ztrans.planning.simulate import simulate
 from ztrans.planning.solver.loads import Loads
 from ztrans.planning.solver.problem import NO_LEVERS
+from ztrans.rewrites.recompute import recompute
 
 pytestmark = pytest.mark.slow  # each test plans several steps
 

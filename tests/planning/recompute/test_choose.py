@@ -19,13 +19,13 @@ from benchmarks.plans.llama_model import Config
 from tests.support.cover import parameters_of
 from tests.support.recompute_bound import least_seconds
 from ztrans.ir.graph import Var
-from ztrans.ir.recompute import recompute
 from ztrans.planning.cluster import Link, cluster
 from ztrans.planning.recompute.absences import HostLink
 from ztrans.planning.recompute.baseline import baseline_of
 from ztrans.planning.recompute.choose import choose, choose_least, classes
 from ztrans.planning.recompute.model import NOWHERE, Computation, Model, Use, Value
 from ztrans.planning.recompute.residency import Residency
+from ztrans.rewrites.recompute import recompute
 
 aten = torch.ops.aten
 # A sixth of the activations of the GPT fits this link in the time of forward.

@@ -14,7 +14,7 @@ from ztrans.ir.collectives import WAIT, is_start
 from ztrans.ir.graph import Eqn, Graph, Var, producers
 from ztrans.ir.interpreter import lockstep, split_state
 from ztrans.ir.op_facts import is_random
-from ztrans.ir.update_groups import is_fused_update
+from ztrans.rewrites.update_groups import is_fused_update
 from ztrans.runtime.codegen import to_fx
 
 aten = torch.ops.aten

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...ir.cheap_values import cheap_values
 from ...ir.graph import Graph, Var
-from ...ir.keep_on_host import values_for_backward
 from ...ir.micro_batches import is_cut, micro_batch_programs
 from ...ir.op_facts import is_matmul
+from ...rewrites.cheap_values import cheap_values
+from ...rewrites.keep_on_host import values_for_backward
 from ..buffers import by_operation, local_bytes
 from ..cluster import Cluster
 from ..cost import memory

@@ -28,8 +28,8 @@ import numpy as np
 
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.liveness import liveness
-from ...ir.recompute import repeatable
 from ...ir.varying import varying
+from ...rewrites.recompute import repeatable
 from ..buffers import local_bytes
 from .absences import HostLink
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...ir.graph import Graph, Hints, Var
-from ...ir.keep_on_host import values_for_backward
 from ...ir.printer import format_bytes, format_seconds
-from ...ir.recompute import recompute, repeatable
 from ...ir.verifier import ProgramError
+from ...rewrites.keep_on_host import values_for_backward
+from ...rewrites.recompute import recompute, repeatable
 from ..cluster import Cluster
 from ..cost import memory
 from ..limit import DoesNotFit, does_not_fit

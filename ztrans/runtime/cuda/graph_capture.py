@@ -35,7 +35,7 @@ from ...calling.inputs import device_of
 from ...ir.copies import is_copy
 from ...ir.graph import Eqn, Graph, Var
 from ...ir.op_facts import CAST
-from ...ir.update_groups import is_fused_update
+from ...rewrites.update_groups import is_fused_update
 from ..runner import Runner
 
 if TYPE_CHECKING:

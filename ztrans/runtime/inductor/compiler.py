@@ -26,7 +26,7 @@ from ...ir.layout import local_shape, localize
 from ...ir.operations import compute
 from ...ir.structure import structure
 from ...ir.triton_launch import Launch
-from ...ir.update_groups import is_fused_update
+from ...rewrites.update_groups import is_fused_update
 
 
 class Strided(NamedTuple):

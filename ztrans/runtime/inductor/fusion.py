@@ -18,8 +18,8 @@ from ...ir.graph import Eqn, Graph, Var, variables
 from ...ir.nested import instances
 from ...ir.op_facts import is_view, op_facts
 from ...ir.pairing import Pairs, pair
-from ...ir.update_groups import EqnGroup, has_list_form, is_fused_update
 from ...ir.varying import varying
+from ...rewrites.update_groups import EqnGroup, has_list_form, is_fused_update
 
 # The most equations of a kernel: compiling a larger one takes longer than its fusion saves.
 MOST = 64

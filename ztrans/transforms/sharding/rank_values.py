@@ -26,8 +26,8 @@ from ...ir.graph import (
     producers,
 )
 from ...ir.op_facts import CAST, is_view_or_cast
-from ...ir.redistribute import Site, redistribute, reduced
 from ...ir.source import Source
+from ...rewrites.redistribute import Site, redistribute, reduced
 
 if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 import ztrans as zt
 from tests.support.worlds import ALL, clone, distance, lower_traced, slices
 from ztrans.ir.op_facts import is_random
-from ztrans.ir.recompute import originals, without_repeats
+from ztrans.rewrites.recompute import originals, without_repeats
 
 aten = torch.ops.aten
 PRODUCTS = [aten.mm.default, aten.bmm.default, aten.addmm.default]

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .dependencies import sorted_by
-from .graph import Eqn, Graph, Names, Var, producers, rename
+from ..ir.dependencies import sorted_by
+from ..ir.graph import Eqn, Graph, Names, Var, producers, rename
 
 
 class Rewriter:

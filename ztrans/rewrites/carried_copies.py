@@ -17,8 +17,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from .graph import Eqn, Graph, Var, producers, users, variables
-from .liveness import liveness
+from ..ir.graph import Eqn, Graph, Var, producers, users, variables
+from ..ir.liveness import liveness
 from .rewriter import Rewriter
 
 

@@ -19,8 +19,8 @@ from tests.support.races import Races
 from tests.support.worlds import ALL
 from ztrans.calling.call import BoundCall
 from ztrans.ir.copies import is_copy
-from ztrans.ir.keep_on_host import keep_on_host, values_for_backward
 from ztrans.planning.cost import memory
+from ztrans.rewrites.keep_on_host import keep_on_host, values_for_backward
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.executable import bind

@@ -18,10 +18,10 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import is_start, rules
 from ztrans.ir.graph import Eqn, Var
-from ztrans.ir.number_operands import ARITHMETIC
 from ztrans.ir.op_facts import op_facts
-from ztrans.ir.update_groups import group_updates, has_list_form, list_call
 from ztrans.planning.cost import launches, memory
+from ztrans.rewrites.number_operands import ARITHMETIC
+from ztrans.rewrites.update_groups import group_updates, has_list_form, list_call
 
 aten = torch.ops.aten
 

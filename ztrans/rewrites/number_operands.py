@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from .graph import Eqn, Graph, Var, dce, producers, used_once
-from .op_facts import CAST, op_facts
+from ..ir.graph import Eqn, Graph, Var, dce, producers, used_once
+from ..ir.op_facts import CAST, op_facts
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default

@@ -14,14 +14,14 @@ from functools import partial
 
 import torch
 
-from .collectives import rules
-from .dependencies import reachable
-from .graph import Eqn, Graph, Var, rename, variables
-from .liveness import liveness
-from .marks import reduced_values
-from .op_facts import is_random
+from ..ir.collectives import rules
+from ..ir.dependencies import reachable
+from ..ir.graph import Eqn, Graph, Var, rename, variables
+from ..ir.liveness import liveness
+from ..ir.marks import reduced_values
+from ..ir.op_facts import is_random
+from ..ir.varying import varying
 from .rewriter import Rewriter
-from .varying import varying
 
 # The tag of operations whose bits may differ from run to run. torch 2.11 does not have it.
 _NONDETERMINISTIC = getattr(torch.Tag, "nondeterministic_bitwise", None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .graph import Eqn, Graph, Var, producers, variables
-from .liveness import liveness
-from .op_facts import op_facts
+from ..ir.graph import Eqn, Graph, Var, producers, variables
+from ..ir.liveness import liveness
+from ..ir.op_facts import op_facts
+from ..ir.varying import varying
 from .recompute import reduced_storages
-from .varying import varying
 
 _DEPTH = 5  # the longest chain of equations that is repeated for one value
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
+from ..ir.collectives import rules
+from ..ir.dependencies import sorted_by
+from ..ir.donation import overwritten_place
+from ..ir.graph import Eqn, Graph, Primitive, Var, producers, variables
+from ..ir.op_facts import CAST, is_random, op_facts, overloads
+from ..ir.structure import structure
 from ..ops import HALF
-from .collectives import rules
-from .dependencies import sorted_by
-from .donation import overwritten_place
-from .graph import Eqn, Graph, Primitive, Var, producers, variables
 from .number_operands import ITEM, Number
-from .op_facts import CAST, is_random, op_facts, overloads
-from .structure import structure
 
 aten = torch.ops.aten
 EqnGroup = tuple[Eqn, ...]  # equations that one call computes

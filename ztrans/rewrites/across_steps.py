@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .collectives import role, rules
-from .graph import Eqn, Graph, Var, producers
-from .pairing import pair
+from ..ir.collectives import role, rules
+from ..ir.graph import Eqn, Graph, Var, producers
+from ..ir.pairing import pair
 from .rewriter import Rewriter
 
 

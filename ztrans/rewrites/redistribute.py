@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ..ir.collectives import SHARD, all_gather, reduce, wait
+from ..ir.graph import Eqn, Partial, Placement, Provenance, Region, Split, Var
+from ..ir.layout import on_axis, without
+from ..ir.op_facts import CAST
+from ..ir.source import Source
 from ..ops import HALF
-from .collectives import SHARD, all_gather, reduce, wait
-from .graph import Eqn, Partial, Placement, Provenance, Region, Split, Var
-from .layout import on_axis, without
-from .op_facts import CAST
-from .source import Source
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .graph import Eqn, Graph, Var, variables
+from ..ir.graph import Eqn, Graph, Var, variables
 
 hops = torch.ops.higher_order
 # The number of tensors of scores that dense attention holds at its peak.

@@ -18,11 +18,11 @@ from collections.abc import Hashable
 
 import torch
 
-from .axes import neighbour_count, neighbours
-from .collectives import SHARD, bucket_key, rules
-from .graph import Eqn, Graph, Split, Var
-from .layout import split_over
-from .pairing import pair
+from ..ir.axes import neighbour_count, neighbours
+from ..ir.collectives import SHARD, bucket_key, rules
+from ..ir.graph import Eqn, Graph, Split, Var
+from ..ir.layout import split_over
+from ..ir.pairing import pair
 from .rewriter import Rewriter
 
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.lifted import loop_of
 from ztrans.ir.graph import Eqn, Graph, Var
-from ztrans.ir.number_operands import ARITHMETIC, ITEM, Number, settings, with_number_operands
 from ztrans.ir.op_facts import CAST
 from ztrans.planning.cost import launches
 from ztrans.planning.durations import signature
+from ztrans.rewrites.number_operands import ARITHMETIC, ITEM, Number, settings, with_number_operands
 
 aten = torch.ops.aten
 OPTIMIZERS = [

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Set
 from functools import partial
 
-from .collectives import rules
-from .copies import to_device, to_host, wait_for_copy
-from .graph import Eqn, Graph, Var
-from .liveness import liveness
+from ..ir.collectives import rules
+from ..ir.copies import to_device, to_host, wait_for_copy
+from ..ir.graph import Eqn, Graph, Var
+from ..ir.liveness import liveness
 from .recompute import needed_after_backward
 from .rewriter import Rewriter
 

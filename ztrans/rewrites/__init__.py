@@ -1,0 +1,1 @@
+"""Rewrites of programs that transforms, plans and backends share, and the tool that they are written with."""
