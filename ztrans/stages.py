@@ -64,6 +64,7 @@ from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
 from .rewrites.across_steps import carry_first_gathers, gathers_before
 from .rewrites.erase import erase_marks, erase_trivial
+from .rewrites.keep_gathers import keep_gathers
 from .rewrites.keep_on_host import demanded_on_host, keep_on_host
 from .rewrites.neighbours import among_neighbours
 from .rewrites.writes_last import writes_last
@@ -80,6 +81,7 @@ from .transforms.base import (
     meta_leaves,
     micro_batches_of,
     rewritten,
+    stage_of,
     with_limit,
 )
 
@@ -93,6 +95,7 @@ __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
 def passes(plan: Plan) -> tuple[Pass, ...]:
     """The passes after the transforms, in order. The plan orders the program that they return."""
     return (
+        ("keep_gathers", keep_gathers),
         ("erase_marks", erase_marks),
         ("erase_trivial", erase_trivial),
         ("dce", dce),
@@ -355,7 +358,7 @@ class Traced(Printed):
         """The program after the transforms that rewrite the traced program, and the stages up to there."""
         device = cluster.device if cluster is not None else self._default_device()
         mesh = mesh_of(self.transforms)
-        graph = self.graph
+        graph = self.graph.replace(zero_stage=stage_of(self.transforms))
         # The collectives that the step itself calls name process groups. Programs name axes of the mesh.
         if isinstance(mesh, DeviceMesh):
             graph = by_axis(graph, mesh)
@@ -370,7 +373,8 @@ class Traced(Printed):
         self, graph: Graph, history: History, transforms: Sequence[Transform]
     ) -> tuple[Graph, History]:
         """The program after these transforms, phase by phase."""
-        for transform in sorted(transforms, key=lambda t: t.phase):
+        # Micro-batches come last in their phase.
+        for transform in sorted(transforms, key=lambda t: (t.phase, t.micro_batches)):
             with stage(graph.name, transform.name, logging.DEBUG):
                 graph = rewritten(graph, transform)
             history = (*history, (transform.name, graph))

@@ -49,6 +49,7 @@ NEAR = {
     "ir.pairing": "ir/test_collectives planning/test_place_copies ir/test_verifier",
     "rewrites.redistribute": "tracing/test_dtensors transforms/test_update_values transforms/test_axes",
     "ir.result_types": "ir/test_verifier ir/test_operations",
+    "rewrites.keep_gathers": "transforms/test_accumulate transforms/test_scaled_casts",
     "rewrites.rewriter": "transforms/test_scaled_casts transforms/test_shard_params transforms/test_accumulate",
     "ir.rules": "ir/test_verifier ir/test_collectives ir/test_copies",
     "ir.triton_launch": "tracing/test_triton_kernels",

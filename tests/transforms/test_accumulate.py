@@ -212,6 +212,25 @@ def test_a_program_is_as_long_for_sixteen_micro_batches_as_for_two(stage):
     assert peaks[1] - peaks[0] == 14 * 8 * 12 * 4  # the batch
 
 
+@pytest.mark.parametrize("stage, keep, whole", [
+    (None, "shard", True), (1, "auto", True), (1, "shard", False), (3, "auto", False), (3, "whole", True),
+])  # fmt: skip
+def test_a_gradient_is_summed_before_its_mark_or_after_it(stage, keep, whole):
+    graph = dict(lower(3, stage, keep=keep).history)["accumulate"]
+    makers = zt.ir.producers(graph.eqns)
+    marks = [e for e in graph.eqns if e.op is zt.ir.GRADIENT]
+    assert len(marks) == 3
+    for mark in marks:
+        assert (makers[mark.args[0]].op is zt.ir.ACCUMULATE) == whole
+
+
+def test_gradients_that_the_step_adds_itself_have_one_sum():
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=1)
+    graph = zt.chain(shard, zt.accumulate(2))(in_three_parts).lower(new_state(), *batch()).graph
+    sums = [e for e in graph.eqns if e.op is zt.ir.ACCUMULATE and e.out.shape]
+    assert len(sums) == 3
+
+
 @pytest.mark.parametrize("stage", [None, 2])
 def test_sums_are_added_up_where_their_first_terms_are(stage):
     programs = zt.ir.micro_batch_programs(lower(3, stage, rows=24).unordered)

@@ -39,9 +39,9 @@ class Transform:
     To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
 
-    `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced. In phase 2, `shard_params` comes
-    first and makes the program of one rank; the other transforms of the phase rewrite that. Phase 3 rewrites the
-    result of all others. Within a phase, transforms run in the order in which they were applied.
+    `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` comes last there. In
+    phase 2, `shard_params` comes first and makes the program of one rank; the other transforms of the phase rewrite
+    that. Within a phase, transforms run in the order in which they were applied.
     """
 
     phase: ClassVar[int] = 2
@@ -114,6 +114,11 @@ class Transform:
     def within(self, limit: int) -> Transform:
         """This transform with `limit` as its option `memory`, or unchanged if it sets no limit on memory."""
         return self
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The ZeRO stage, if this transform has one."""
+        return None
 
     @property
     def micro_batches(self) -> int:
@@ -292,6 +297,11 @@ def with_limit(graph: Graph, transforms: Iterable[Transform]) -> Graph:
 def mesh_of(transforms: Iterable[Transform]) -> DeviceMesh | AbstractMesh | None:
     """The mesh that a step with these transforms runs on, or None if it runs in one process."""
     return next((t.mesh for t in transforms if t.mesh is not None), None)
+
+
+def stage_of(transforms: Iterable[Transform]) -> int | None:
+    """The ZeRO stage of a step with these transforms, if there is one."""
+    return next((t.zero_stage for t in transforms if t.zero_stage is not None), None)
 
 
 def micro_batches_of(transforms: Iterable[Transform]) -> int:

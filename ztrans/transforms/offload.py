@@ -120,6 +120,12 @@ class Offload(Transform):
         if self.memory is not None:
             graph = graph.with_hints(offload=True)
         if self.across_steps:
+            if graph.micro > 1:
+                raise ValueError(
+                    f"offload: across_steps=True, and {graph.name} has {graph.micro} micro-batches. Forward runs once "
+                    f"for each of them, and the copies of the step before could go on under the first one only.\n"
+                    f"Leave out accumulate, or across_steps."
+                )
             graph = graph.with_hints(carry_copies=True)
         return graph if self.where is None else self._with_leaves_on_host(graph, self.where)
 

@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ir.collectives import role
+from ..ir.collectives import role, rules
 from ..ir.dependencies import reachable
-from ..ir.graph import Eqn, Graph, Move, Var, used_once
+from ..ir.graph import Eqn, Graph, Move, Var, used_once, users
+from ..ir.marks import ACCUMULATE
 from ..ir.op_facts import ADD, SCALES, is_view_or_cast
+from ..ir.pairing import pair
+from ..rewrites.rewriter import Rewriter
 from .base import Transform, byte_count, check_number, constructor
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
 _REDUCED = ("grad", "pmean", "state")
+_SUMS = (ADD, ACCUMULATE)
 
 
 @constructor
@@ -96,10 +100,20 @@ class _OverlapGrads(Transform):
         for start in starts:
             for v in start.ins:
                 moves.update(dict.fromkeys(_preparation(v, makers), "birth"))
-        eqns = []
-        for e in graph.eqns:
-            eqns.append(e.replace(hint=moves[e]) if e in moves else e)
-        return graph.replace(eqns=tuple(eqns)).with_hints(
+        new = Rewriter(graph)
+        for e, hint in moves.items():
+            new.replace(e, e.replace(hint=hint))
+        readers = users(graph)
+        for wait, awaited in pair(graph).waits.items():
+            axis = awaited.start.kwargs["axis"]
+            if awaited.start not in moves or graph.axes[axis] == 1:
+                continue
+            # The wait moves down, to the update. So does the sum of its values over micro-batches.
+            for e in readers.get(wait.out, ()):
+                if rules(e).over_all_micro_batches and e.out in readers:
+                    new.drop(e)
+                    new.insert_before(readers[e.out][0], e.replace(region="update", hint=None))
+        return new.applied().with_hints(
             reductions_in_flight=self.max_in_flight,
             bucket=self.bucket if isinstance(self.bucket, int) else None,
             matmuls_between=self.max_matmuls_between,
@@ -115,7 +129,7 @@ def _preparation(v: Var, makers: Mapping[Var, Eqn]) -> Iterator[Eqn]:
 
     def makers_of(values: Iterable[Var]) -> list[Eqn]:
         eqns = [makers[x] for x in values if x in makers]
-        return [e for e in eqns if is_view_or_cast(e) or e.op is ADD or e.op in SCALES]
+        return [e for e in eqns if is_view_or_cast(e) or e.op in _SUMS or e.op in SCALES]
 
     # Not recursive: a parameter with a thousand uses has a chain of a thousand sums.
     return reachable(makers_of([v]), lambda e: makers_of(e.ins))

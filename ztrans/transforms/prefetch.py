@@ -73,6 +73,12 @@ class _Prefetch(Transform):
         return dataclasses.replace(self, memory=limit)
 
     def rewrite(self, graph: Graph) -> Graph:
+        if self.across_steps and graph.micro > 1:
+            raise ValueError(
+                f"prefetch: across_steps=True, and {graph.name} has {graph.micro} micro-batches, each of which gathers "
+                f"parameters. Only the first of them could begin with gathers that the step before has started.\n"
+                f"Leave out accumulate, or across_steps."
+            )
         eqns = []
         for e in graph.eqns:
             is_gather = role(e) == "param" and rules(e).moves

@@ -183,6 +183,10 @@ class ShardParams(Transform):
         return tuple(dataclasses.replace(self, stage=stage) for stage in (1, 2, 3))
 
     @property
+    def zero_stage(self) -> int | None:
+        return self.stage if isinstance(self.stage, int) else None
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are known without the leaves."""
         if callable(self.axis):
@@ -374,4 +378,5 @@ class _PsumQuotients:
 
 
 def _is_linear(e: Eqn) -> bool:
-    return REDUCTIONS.get(e.op) == "mean" or op_facts(e.op).linear or is_view_or_cast(e)
+    adds_up = REDUCTIONS.get(e.op) == "mean" or rules(e).over_all_micro_batches
+    return adds_up or op_facts(e.op).linear or is_view_or_cast(e)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...ir.collectives import rules
 from ...ir.graph import Eqn, Partial, Placement, Split, variables
 from ...ir.higher_order import functions
 from ...ir.layout import chunk, part
@@ -74,6 +75,11 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
     whole_values = Rule([None] * len(eqn.ins), [None] * len(eqn.outs))
     if not any(placements):
         return whole_values
+    if rules(eqn).over_all_micro_batches:
+        # A sum is cut as its terms are. Values are joined whole.
+        is_sum = eqn.out.shape == eqn.ins[0].shape
+        cuts = [p if is_sum and isinstance(p, Split) else None for p in placements]
+        return Rule(cuts, cuts)
     if not isinstance(eqn.op, torch._ops.OpOverload):
         if functions(eqn):  # they may read any elements of their arguments
             return whole_values

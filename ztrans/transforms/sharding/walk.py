@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ...ir.axes import members, members_of
+from ...ir.collectives import rules
 from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Layout, Placement, Split, Var, users
 from ...ir.layout import is_worth_splitting, on_axis
@@ -51,6 +52,11 @@ def shard_program(graph: Graph, options: ShardParams) -> Graph:
     if runs_whole == walk.wants_whole:
         return program
     return Walk(graph, options, runs_whole).run()
+
+
+def may_run_on_shards(e: Eqn) -> bool:
+    """Whether an equation belongs to the update, or adds up what the update reads."""
+    return e.region == "update" or rules(e).over_all_micro_batches
 
 
 def whole_value_eqns(
@@ -168,7 +174,7 @@ class Walk:
             self.add_reduction(eqn)
         elif any(v in self.varying for v in eqn.ins):
             self.add_whole(eqn)
-        elif eqn.region == "update":
+        elif may_run_on_shards(eqn):
             self.add_update(eqn)
         elif not self.values.defer(eqn):
             self.add_whole(eqn)
@@ -335,14 +341,24 @@ class Walk:
         itself.
         """
         readers = self.readers.get(out, [])
-        is_read_whole = any(e.region != "update" for e in readers)
-        if is_read_whole or out in self.graph.outputs[self.graph.num_state :]:
+        is_read_whole = not all(map(may_run_on_shards, readers))
+        if is_read_whole or self.is_returned(out):
             return None
         layout = self.layout_of(x)
         if layout:
             return layout[0] if isinstance(layout[0], Split) else None
         split = self.split_of_readers(out, readers)
         return split if split is not None and split.axis in reduced_axes else None
+
+    def is_returned(self, v: Var) -> bool:
+        """Whether the step returns a value, or its mean over micro-batches: their sum, divided by their number."""
+        if v in self.graph.outputs[self.graph.num_state :]:
+            return True
+        for e in self.readers.get(v, ()) if self.graph.micro > 1 else ():
+            divides = e.op is aten.div.Tensor and e.args[1:] == (self.graph.micro,)
+            if (divides or rules(e).over_all_micro_batches) and self.is_returned(e.out):
+                return True
+        return False
 
     def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
         """The split in which the update reads a value; None if it is whole. A new leaf has the split of the old one."""
