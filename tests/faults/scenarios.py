@@ -292,7 +292,7 @@ def late() -> None:
         time.sleep(3)
     ask = functools.partial(agree, session_of(mesh), "a step", 0, lambda values: "", launches=True)
     report("asked", **failed(ask))
-    session_of(mesh).settle()
+    session_of(mesh).read_pending()
     session_of(mesh).launches_first = True
     sized = transformed(mesh, 3, step=sized_step)
     first = {"params": params(), "seen": torch.zeros(()), "own": torch.zeros(())}

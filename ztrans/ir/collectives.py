@@ -34,9 +34,9 @@ from .graph import (
 )
 from .layout import bytes_on_first_rank, chunk, cut, on_axis, split_over, without
 from .rules import (
-    ALL_GATHERS,
-    ALL_REDUCES,
-    REDUCE_SCATTERS,
+    ALL_GATHER_KIND,
+    ALL_REDUCE_KIND,
+    REDUCE_SCATTER_KIND,
     Axes,
     Kind,
     Memberwise,
@@ -184,7 +184,7 @@ class Gather(Start):
 
     moves = True
     lane = "gather"
-    kind = ALL_GATHERS
+    kind = ALL_GATHER_KIND
     unpacking_per_byte = 2
 
     def example(self, axis: str, elements: int) -> Eqn:
@@ -257,7 +257,7 @@ class Reduction(Start):
 class ReduceScatter(Reduction):
     """Rules of reduce_scatter. A rank receives its shard of every other rank's term, and reduces these shards."""
 
-    kind = REDUCE_SCATTERS
+    kind = REDUCE_SCATTER_KIND
     unpacking_per_byte = 1
 
     def example(self, axis: str, elements: int) -> Eqn:
@@ -301,7 +301,7 @@ class AllReduce(Reduction):
     whole terms of a short message are exchanged (see `routes`), but it is charged like a long one.
     """
 
-    kind = ALL_REDUCES
+    kind = ALL_REDUCE_KIND
 
     def example(self, axis: str, elements: int) -> Eqn:
         return reduce([_vector(elements, Partial(axis, "sum"))], ["y"], axis, "sum", None)
@@ -378,7 +378,9 @@ def _vector(elements: int, placement: Split | Partial) -> Var:
 # and its call over NCCL to `runtime/cuda/nccl.py`.
 _ROWS = (Gather(), ReduceScatter(), AllReduce())
 COLLECTIVES: Mapping[str, Start] = {row.kind.name: row for row in _ROWS}
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = map(Primitive, COLLECTIVES, COLLECTIVES.values())
+ALL_GATHER = Primitive("all_gather", COLLECTIVES["all_gather"])
+REDUCE_SCATTER = Primitive("reduce_scatter", COLLECTIVES["reduce_scatter"])
+ALL_REDUCE = Primitive("all_reduce", COLLECTIVES["all_reduce"])
 WAIT = Primitive("wait", Wait())
 SHARD = Primitive("shard", Shard())
 _ORDINARY = Rules()

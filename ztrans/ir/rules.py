@@ -41,9 +41,9 @@ class Kind(NamedTuple):
 
 # In a ring, a gather writes each received byte, and reads it to pass it on. A reduction reads the rank's own term and
 # the received sum, and writes the new sum. An all_reduce is a reduction followed by a gather.
-ALL_GATHERS = Kind("all_gather")
-REDUCE_SCATTERS = Kind("reduce_scatter", touched=3.0)
-ALL_REDUCES = Kind("all_reduce", crossings=2, touched=2.5)
+ALL_GATHER_KIND = Kind("all_gather")
+REDUCE_SCATTER_KIND = Kind("reduce_scatter", touched=3.0)
+ALL_REDUCE_KIND = Kind("all_reduce", crossings=2, touched=2.5)
 
 
 class Rules:

@@ -19,7 +19,15 @@ from .. import ops
 from .axes import axis_of_group, members, submesh
 from .graph import Eqn, Graph, Layout, Partial, Split, Var
 from .layout import bytes_on_first_rank, mesh_axes
-from .rules import ALL_GATHERS, ALL_REDUCES, REDUCE_SCATTERS, Axes, Kind, Memberwise, Sizes
+from .rules import (
+    ALL_GATHER_KIND,
+    ALL_REDUCE_KIND,
+    REDUCE_SCATTER_KIND,
+    Axes,
+    Kind,
+    Memberwise,
+    Sizes,
+)
 from .source import where
 
 _NAMESPACE = "_c10d_functional::"
@@ -95,9 +103,9 @@ class UserWait(Memberwise):
 
 # The collectives that a step may call, by their names in PyTorch.
 _STARTS = {
-    "all_reduce": UserStart(ALL_REDUCES, elementwise=True, is_equal=True),
-    "reduce_scatter_tensor": UserStart(REDUCE_SCATTERS, scatters=True),
-    "all_gather_into_tensor": UserStart(ALL_GATHERS, is_equal=True),
+    "all_reduce": UserStart(ALL_REDUCE_KIND, elementwise=True, is_equal=True),
+    "reduce_scatter_tensor": UserStart(REDUCE_SCATTER_KIND, scatters=True),
+    "all_gather_into_tensor": UserStart(ALL_GATHER_KIND, is_equal=True),
     "broadcast": UserStart(Kind("broadcast"), elementwise=True, is_equal=True),
     "all_to_all_single": UserStart(Kind("all_to_all"), scatters=True),
 }

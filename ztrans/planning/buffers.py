@@ -8,7 +8,6 @@ at its start or end at its wait, whose slots the schedule decides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from ..ir.collectives import rules
 from ..ir.donation import Donation, donation
 from ..ir.graph import Eqn, Graph, Var, variables
 from ..ir.higher_order import functions
-from ..ir.layout import local_shape
+from ..ir.layout import bytes_on_first_rank, local_shape
 from ..ir.pairing import pair
 from ..rewrites.flex_attention import is_attention, score_bytes
 
@@ -98,8 +97,7 @@ class Storage(NamedTuple):
 
 def local_bytes(graph: Graph) -> Callable[[Var], int]:
     """A function that returns the bytes of a value on rank 0."""
-    first_rank = dict.fromkeys(graph.axes, 0)
-    return lambda v: math.prod(local_shape(v, graph.axes, first_rank)) * v.dtype.itemsize
+    return lambda v: bytes_on_first_rank(v, graph.axes)
 
 
 def storages(graph: Graph, donated: Donation) -> list[Storage]:

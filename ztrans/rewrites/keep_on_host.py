@@ -68,9 +68,8 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
     new = Rewriter(graph)
     root = liveness(graph).root
     on_host: dict[Var, Var] = {}  # the copies of the chosen values
-    on_device: dict[
-        Var, Var
-    ] = {}  # the values that backward reads instead of chosen values and their views
+    # The values that backward reads instead of chosen values and their views.
+    on_device: dict[Var, Var] = {}
 
     def value_on_device(reader: Eqn, v: Var) -> Var:
         """The value that backward reads for a value of forward. A copy back, or a view of it, precedes `reader`."""

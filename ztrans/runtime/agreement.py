@@ -83,7 +83,7 @@ def agree(
     """
     if session.is_alone:
         return
-    session.settle()
+    session.read_pending()
     question = _Question(session, call, mine, explain, launches, remarks)
     if launches:
         session.pending = question

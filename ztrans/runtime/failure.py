@@ -74,7 +74,7 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
     Raises: RuntimeError if one has, if the ranks made different calls, or if a GPU has failed.
     """
     for session in all_sessions():
-        session.settle()  # a step in which the ranks differ may never end
+        session.read_pending()  # a step in which the ranks differ may never end
         session.check_goes_on()
         if session.watcher is not None:
             session.watcher.in_flight.wait()

@@ -273,7 +273,7 @@ class Session:
 
     # ---- between steps
 
-    def settle(self) -> None:
+    def read_pending(self) -> None:
         """Read the answer about the last step, if it has not been read yet.
 
         Raises: RuntimeError on every rank if the ranks made different calls; LostRank if a rank has ended.

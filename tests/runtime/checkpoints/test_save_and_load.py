@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.lifted import batch, lifted
 from tests.support.worlds import clone
+from ztrans.runtime.channels import Channel
 from ztrans.runtime.checkpoints.save import FolderWriter
 
 
@@ -228,3 +229,19 @@ def test_the_file_of_an_ordinary_model_is_refused(tmp_path, name):
         zt.save(tmp_path / name, state)
     with pytest.raises(ValueError, match=r"(?s)load: .*model.load_state_dict\(\.\.\.\).*source=0"):
         zt.load(tmp_path / name, state, step)
+
+
+def test_a_rank_that_cannot_tell_the_others_that_its_save_fails_logs_why(
+    tmp_path, monkeypatch, caplog
+):
+    writer = FolderWriter(tmp_path / "state", "nonce")
+
+    def connection_ends(copies, channel):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(writer, "_write_together", connection_ends)
+    writer.fail_on_all_ranks(OSError("No space left on device"), Channel(None, "saves"))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "save: the other ranks may not know that this rank cannot write: Connection closed by peer"
+    )

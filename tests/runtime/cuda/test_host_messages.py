@@ -181,7 +181,7 @@ def test_a_rank_that_launched_a_step_learns_of_another_call_when_it_reads_the_an
     store.set("note/0", "made another call, save")
     messages.clear()
     with pytest.raises(LostRank, match="Rank 0 made another call, save"):
-        session.settle()
+        session.read_pending()
     assert messages.begun == []
 
 
@@ -238,7 +238,7 @@ def test_after_a_late_difference_no_message_of_that_step_is_waited_for(mesh, mes
     agree(session, "a step", (1, True), lambda values: "they differ", launches=True)
     differ(session)
     with pytest.raises(RuntimeError, match="they differ"):
-        session.settle()
+        session.read_pending()
     assert session.is_closed
 
 

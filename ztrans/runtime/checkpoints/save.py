@@ -7,7 +7,6 @@ the checkpoint, so a folder with that name is always complete.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -248,8 +247,12 @@ class FolderWriter(dcp.FileSystemWriter):
     def fail_on_all_ranks(self, error: BaseException, channel: Channel) -> None:
         """Make the save fail on the other ranks too, because this rank cannot write."""
         self._own_error = error
-        with contextlib.suppress(CheckpointException, Exception):
+        try:
             self._write_together({}, channel)
+        except CheckpointException:
+            pass  # it has this error, on all ranks
+        except Exception as lost:
+            log.warning("save: the other ranks may not know that this rank cannot write: %s", lost)
 
     def _write_together(self, copies: dict[str, torch.Tensor], channel: Channel) -> None:
         try:
