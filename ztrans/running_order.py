@@ -87,7 +87,7 @@ def _in_too_large_kernels(
 ) -> frozenset[Eqn]:
     """The equations of the kernels that exceed the limit while they run."""
     number = {eqn: i for i, eqn in enumerate(fused.eqns)}
-    on_device, _ = by_memory(storages(fused, donation(fused)))
+    on_device = by_memory(storages(fused, donation(fused)))["device"]
     eqns: set[Eqn] = set()
     for kernel in kernels:
         if kernel.is_update:
@@ -136,7 +136,7 @@ class _Moves:
             # Some buffers of equations are listed under the name of a value, too.
             last = self.last_use.get(storage.value, -1)
             self.last_use[storage.value] = max(last, storage.last)
-        self.storages, _ = by_memory(storages(fused, donation(fused)))
+        self.storages = by_memory(storages(fused, donation(fused)))["device"]
         self.storages.sort(key=lambda storage: -storage.bytes)
 
     def culprits(self, peak: int) -> frozenset[Eqn]:

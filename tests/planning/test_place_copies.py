@@ -203,7 +203,7 @@ def test_the_timeline_has_both_memories_and_both_lanes(tmp_path):
     assert '"name": "on the host"' in (tmp_path / "trace.json").read_text()
     timeline.save(tmp_path / "page.html")
     (shown,) = data_of((tmp_path / "page.html").read_text())["timelines"]
-    assert shown["hostMemory"][0] == [0.0, 2097152]
+    assert shown["memories"][1]["points"][0] == [0.0, 2097152]
 
 
 def test_the_pairs_of_a_program_have_its_copies():

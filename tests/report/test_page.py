@@ -82,7 +82,7 @@ def test_the_page_of_a_large_program_has_every_operation():
     assert len(timeline.events) > 33_000 and len(html) < MOST
     (shown,) = data_of(html)["timelines"]
     assert len(shown["bars"]) == len(timeline.events)
-    assert shown["limit"] == 11 * 10**9 and shown["peak"] == timeline.peak
+    assert shown["limit"] == 11 * 10**9 and shown["memories"][0]["peak"] == timeline.peak
 
 
 @pytest.mark.slow
@@ -100,9 +100,9 @@ def test_operations_too_many_for_a_page_share_bars():
     assert sum(stalls) == pytest.approx(1e6 * timeline.stalled), (
         "a message that is waited for is alone"
     )
-    assert (
-        len(shown["memory"]) <= 50_000 and max(live for _, live in shown["memory"]) == timeline.peak
-    )
+    (device,) = shown["memories"]
+    assert len(device["points"]) <= 50_000
+    assert max(live for _, live in device["points"]) == device["peak"] == timeline.peak
     assert any(
         re.match(r"\d+ operations, the longest add_\d+ = mm", text) for text in data["texts"]
     )
@@ -121,7 +121,7 @@ def with_two_memories() -> Timeline:
     return dataclasses.replace(
         plain,
         events=(*plain.events, *events),
-        host_memory=((0.0, 0), (0.5, 50), (1.0, 50), (2.5, 120)),
+        other_memories={"host": ((0.0, 0), (0.5, 50), (1.0, 50), (2.5, 120))},
         limit=400,
     )
 
@@ -133,7 +133,10 @@ def test_recomputed_operations_and_copies_to_the_host_have_colours_of_their_own(
     assert used == ["forward", "backward", "recomputed", "update", "grad", "offload"]
     assert len({light for _, light, _, _ in data["kinds"]}) == len(data["kinds"])
     (shown,) = data["timelines"]
-    assert shown["hostMemory"] == [[0.0, 0], [5e5, 50], [2.5e6, 120]] and shown["hostPeak"] == 120
+    device, host = shown["memories"]
+    assert (device["name"], host["name"]) == ("device", "host")
+    assert host["points"] == [[0.0, 0], [5e5, 50], [2.5e6, 120]] and host["peak"] == 120
+    assert ["offload", *host["colours"], True] in data["kinds"]
     assert shown["limit"] == 400
     rows = [" ".join(row.split()) for row in str(timeline).splitlines()]
     assert "peak memory 300 B 75.0% at 1.00 s, of 400 B" in rows

@@ -122,8 +122,9 @@ def test_a_page_holds_lanes_memory_and_the_users_lines(simulated, measured, tmp_
     assert data["table"] == str(simulated.compare(measured))
     for shown, t in zip(data["timelines"], (simulated, measured)):
         assert shown["lanes"] == t.lanes == [COMPUTE, "dp gather", "dp reduce"]
-        assert shown["memory"] == [[round(at * 1e6, 3), live] for at, live in changes(t.memory)]
-        assert shown["peak"] == t.peak and shown["limit"] is None and not shown["hostMemory"]
+        (device,) = shown["memories"]
+        assert device["points"] == [[round(at * 1e6, 3), live] for at, live in changes(t.memory)]
+        assert device["peak"] == t.peak and shown["limit"] is None
         assert len(shown["bars"]) == len(t.events) and shown["table"] == str(t)
         assert all(
             0 <= bar[0] < 3 and min(bar[1:4]) >= 0 and bar[1] + bar[2] <= t.seconds * 1e6 + 1e-2

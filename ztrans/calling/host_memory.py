@@ -6,8 +6,11 @@ its last copies have ended, so code that reads such a leaf on the host must wait
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
+from ..ir.graph import MemoryKind
 from .meta_leaves import fill_of
 
 
@@ -16,10 +19,14 @@ def empty_on_host(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
 
 
-def copied_to_host(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor in host memory. The copy of a meta tensor is filled (see `fill_of`)."""
+# How a tensor is allocated in each memory beside the device's.
+EMPTY_IN: Mapping[MemoryKind, Callable[[torch.Tensor], torch.Tensor]] = {"host": empty_on_host}
+
+
+def copied_to(kind: MemoryKind, x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a tensor in a memory. The copy of a meta tensor is filled (see `fill_of`)."""
     flat = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    copy = empty_on_host(flat)
+    copy = EMPTY_IN[kind](flat)
     if x.is_meta:
         copy.fill_(fill_of(x))
     else:

@@ -22,7 +22,7 @@ import torch
 from .. import ops
 from ..ops import HALF
 from .axes import members
-from .copies import LINK
+from .copies import is_copy, other_memory
 from .graph import (
     Eqn,
     Layout,
@@ -476,9 +476,10 @@ def role(eqn: Eqn) -> str:
 def lane(eqn: Eqn) -> str:
     """The name of the queue of a collective or a copy.
 
-    Each axis has one queue for gathers and one for reductions. Copies have one queue in each direction.
+    Each axis has one queue for gathers and one for reductions. Copies have one queue for each memory and direction.
     """
-    return f"{rules(eqn).axis(eqn) or LINK} {rules(eqn).lane}"
+    wire = other_memory(eqn) if is_copy(eqn) else rules(eqn).axis(eqn)
+    return f"{wire} {rules(eqn).lane}"
 
 
 def bucket_key(start: Eqn) -> tuple:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # `rules` imports this module, because rules take equations
     from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
+# The memories in which values are; those other than the device's are tiers of `planning.cluster`.
 MemoryKind = Literal["device", "host"]
 # The use of a collective or a copy; `report/palette.py` has a colour for each.
 Role = Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
@@ -141,7 +142,7 @@ class Primitive:
 class Provenance:
     """Why a collective exists: its role, the leaves of the state that it serves, and its mesh axis.
 
-    A copy between two memories has the role "offload" and the axis "host".
+    A copy between two memories has the role "offload", and the other memory than the device's as its axis.
 
     A gather has a `regather` if an earlier gather has brought the same value. With "auto" a plan may keep the earlier
     value instead, or a part of it on each rank. With "always" the earlier value must be dropped. With a number, that

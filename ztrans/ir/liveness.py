@@ -56,7 +56,7 @@ def liveness(graph: Graph) -> Liveness:
 
 
 def read_after_step(graph: Graph) -> Iterator[Var]:
-    """The sources of the copies to the host that continue after the step."""
+    """The sources of the copies that continue after the step."""
     if not graph.carried_futures:
         return
     for e in graph.eqns:

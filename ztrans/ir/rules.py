@@ -53,7 +53,7 @@ class Rules:
         starts: it starts a collective or a copy, whose results must be waited for.
         waits: it waits for a result of a collective or a copy.
         reads_futures: its argument has the type of a future. The results of the user's own collectives do not.
-        copies: it copies between device and host. No other operation reads a value in the memory of the host.
+        copies: it copies between two memories. No other operation reads a value that is not on the device.
         packs: it copies its arguments into a send buffer. A GPU may do so while the next equations run.
         moves: it moves elements without computing, so a cast may stand before or after it with the same result.
         over_all_micro_batches: its results belong to all micro-batches (see `marks`), and do not differ between them.
@@ -70,7 +70,7 @@ class Rules:
     packs: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     over_all_micro_batches: ClassVar[bool] = False
-    lane: ClassVar[str | None] = None
+    lane: str | None = None
     kind: Kind = Kind("none")
     unpacking_per_byte: ClassVar[int] = 0
 

@@ -19,7 +19,7 @@ def check(graph: Graph) -> Graph:
     - Every value is bound once, before it is read. The types of results follow from the arguments (`Rules.problem`).
     - Every future is waited for exactly once, and nothing else reads it. A future that is carried to the next step is
       not read at all: it is a gather of the new state, or a leaf of the new state that is being copied to the host.
-    - Only copies read and make values in the memory of the host.
+    - Only copies read and make values in the memory of the host, or another one beside the device's.
     - A collective has a provenance, and its axis belongs to the mesh. Its members and results agree in number and
       shape, and a gather sends values that are split.
     - The number of neighbours divides the ranks of their axis.
@@ -39,8 +39,9 @@ def check(graph: Graph) -> Graph:
         if problem is not None:
             raise _error_at(eqn, problem)
         for out in eqn.results:
-            if out.memory == "host" and not eqn_rules.copies:
-                raise _error_at(eqn, f"{out} is in the memory of the host, where nothing computes")
+            if out.memory != "device" and not eqn_rules.copies:
+                where = f"in the memory of the {out.memory}, where nothing computes"
+                raise _error_at(eqn, f"{out} is {where}")
             values.bind(out, eqn)
     _check_outputs(graph, values)
     _check_state(graph)
@@ -86,11 +87,9 @@ class _Bindings:
     def check_read(self, var: Var, eqn_rules: Rules, eqn: Eqn | None) -> None:
         if not self.is_bound(var):
             raise _error_at(eqn, f"{var} is read before it is bound")
-        if var.memory == "host" and not eqn_rules.copies:
-            raise _error_at(
-                eqn,
-                f"{var} is in the memory of the host, where nothing computes: copy it with to_device, and wait",
-            )
+        if var.memory != "device" and not eqn_rules.copies:
+            where = f"in the memory of the {var.memory}, where nothing computes"
+            raise _error_at(eqn, f"{var} is {where}: copy it with to_device, and wait")
 
         is_wait = eqn_rules.reads_futures
         if var.future and not is_wait:
@@ -130,7 +129,7 @@ def _check_state(graph: Graph) -> None:
     for old, new in zip(state, graph.outputs):
         if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
             raise ProgramError(f"state {old} comes back as {new}")
-        if new.future and not (new in makers and is_copy(makers[new]) and new.memory == "host"):
+        if new.future and not (new in makers and is_copy(makers[new]) and new.memory != "device"):
             raise ProgramError(f"state {new} is a future, but no copy to the host makes it")
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ..ir.collectives import rules
+from ..ir.dependencies import grouped
 from ..ir.donation import Donation, donation
-from ..ir.graph import Eqn, Graph, Var, variables
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, variables
 from ..ir.higher_order import functions
 from ..ir.layout import bytes_on_first_rank, local_shape
 from ..ir.pairing import pair
@@ -89,11 +90,6 @@ class Storage(NamedTuple):
     def buffer(self) -> Buffer:
         return Buffer(self.bytes, self.first, self.last)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it is in the memory of the host, so it does not count as memory of the device."""
-        return self.value.memory == "host"
-
 
 def local_bytes(graph: Graph) -> Callable[[Var], int]:
     """A function that returns the bytes of a value on rank 0."""
@@ -105,7 +101,7 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
 
     Inputs belong to the caller, so they are live throughout. The new state is in the storage of the old state. Gathers
     carried from the step before are live until their last use, the sources of carried copies until their wait. Storages
-    in the memory of the host are in the list too.
+    in all memories are in the list.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1
@@ -158,22 +154,16 @@ def _carried_storages(graph: Graph, donated: Donation) -> list[Storage]:
     return found_storages
 
 
-def by_memory(all_storages: Iterable[Storage]) -> tuple[list[Storage], list[Storage]]:
-    """The storages in the memory of the device, and the storages in the memory of the host."""
-    on_device: list[Storage] = []
-    on_host: list[Storage] = []
-    for storage in all_storages:
-        if storage.on_host:
-            on_host.append(storage)
-        else:
-            on_device.append(storage)
-    return on_device, on_host
+def by_memory(all_storages: Iterable[Storage]) -> dict[MemoryKind, list[Storage]]:
+    """The storages in each memory: the device, and every other one that has any."""
+    memories: dict[MemoryKind, list[Storage]] = {"device": []}
+    return memories | grouped((storage.value.memory, storage) for storage in all_storages)
 
 
 def device_bytes(graph: Graph) -> Callable[[Var], int]:
-    """A function that returns the bytes of a value on the device of rank 0; a value on the host has none there."""
+    """A function that returns the bytes of a value on the device of rank 0, none for a value in another memory."""
     size = local_bytes(graph)
-    return lambda v: 0 if v.memory == "host" else size(v)
+    return lambda v: size(v) if v.memory == "device" else 0
 
 
 def live_bytes(graph: Graph, live_storages: Iterable[Storage]) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..ir.axes import members, neighbour_count, neighbours, whole_axis
 from ..ir.collectives import kind_named, rules
-from ..ir.graph import Eqn
+from ..ir.graph import Eqn, MemoryKind
 from ..ir.routes import HIERARCHICAL, RING, Hosts, Route, route_of
 from .devices import CPU, DEVICES, H100, Device
 
@@ -111,6 +111,27 @@ HOST_LINKS = {
 
 
 @dataclass(frozen=True)
+class MemoryTier:
+    """A memory beside that of the device, in which values wait.
+
+    Attributes:
+        capacity: the bytes that each device may use there.
+        link: the link between it and the memory of the device, in each direction.
+    """
+
+    capacity: float
+    link: Link
+
+    def copy_seconds(self, size: int) -> tuple[float, float]:
+        """The latency of a copy of `size` bytes to or from the device, and the time to move them.
+
+        >>> MemoryTier(1e12, dataclasses.replace(HOST_LINKS["pcie5"], shared=2)).copy_seconds(50_000_000)
+        (1e-05, 0.002)
+        """
+        return self.link.latency, size * self.link.shared / self.link.bandwidth
+
+
+@dataclass(frozen=True)
 class Cluster:
     """The device of every rank, and the link of every mesh axis.
 
@@ -131,15 +152,15 @@ class Cluster:
     host_link: Link | None = dataclasses.field(default=None, repr=False)
     host_memory: float = dataclasses.field(default=float("inf"), repr=False)
 
-    def copy_seconds(self, size: int) -> tuple[float, float]:
-        """The latency of a copy of `size` bytes to or from the host, and the time to move them.
+    @property
+    def tiers(self) -> dict[MemoryKind, MemoryTier]:
+        """The memories beside that of the device.
 
-        >>> shared = dataclasses.replace(HOST_LINKS["pcie5"], shared=2)
-        >>> cluster("h100", host_link=shared).copy_seconds(50_000_000)
-        (1e-05, 0.002)
+        >>> cluster("h100").tiers["host"].link.name
+        'pcie5'
         """
-        link = self.host_link or HOST_LINKS[self.device.host_link]
-        return link.latency, size * link.shared / link.bandwidth
+        host_link = self.host_link or HOST_LINKS[self.device.host_link]
+        return {"host": MemoryTier(self.host_memory, host_link)}
 
     def link(self, axis: str) -> Link:
         """The link that collectives over `axis` cross.

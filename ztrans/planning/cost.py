@@ -15,7 +15,7 @@ from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import rules
 from ..ir.copies import is_copy
 from ..ir.donation import donation, is_constant
-from ..ir.graph import Eqn, Graph, Primitive, Var
+from ..ir.graph import Eqn, Graph, MemoryKind, Primitive, Var
 from ..ir.higher_order import inner_work
 from ..ir.micro_batches import MicroBatchPrograms, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
@@ -85,8 +85,8 @@ class Memory:
         peak: the maximum of `live`.
         peak_eqn: the equation at the peak.
         holders: (value, bytes, user's line) at the peak, the largest first.
-        state: the bytes of the state.
-        live_on_host: bytes that are live in the memory of the host, by equation; empty if there are none.
+        state: the bytes of the state on the device.
+        other_memories: for each other memory that has any, the bytes that are live there, by equation.
     """
 
     live: tuple[int, ...]
@@ -94,11 +94,16 @@ class Memory:
     peak_eqn: Eqn | None
     holders: tuple[tuple[Var, int, str], ...]
     state: int
-    live_on_host: tuple[int, ...] = ()
+    other_memories: Mapping[MemoryKind, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def other_peaks(self) -> dict[MemoryKind, int]:
+        """The most bytes that are live in each memory other than the device."""
+        return {kind: max(live) for kind, live in self.other_memories.items()}
 
     @property
     def host_peak(self) -> int:
-        return max(self.live_on_host, default=0)
+        return self.other_peaks.get("host", 0)
 
     def __str__(self) -> str:
         where = ""
@@ -107,8 +112,8 @@ class Memory:
             line = f"  # {source}" if source else ""
             where = f" at {self.peak_eqn.results[0].name}{line}"
         lines = [f"peak {format_bytes(self.peak)}{where}", f"state {format_bytes(self.state)}"]
-        if self.live_on_host:
-            lines.append(f"host {format_bytes(self.host_peak)}")
+        for kind, peak in self.other_peaks.items():
+            lines.append(f"{kind} {format_bytes(peak)}")
         for value, size, line in self.holders[:_MOST_HOLDERS]:
             lines.append(f"  {format_bytes(size):>10}  {value!r:<56}{line}")
         return "\n".join(lines)
@@ -238,7 +243,8 @@ def memory(graph: Graph) -> Memory:
     state = sum(map(device_bytes(graph), graph.inputs[: graph.num_state]))
     if not graph.eqns:
         return Memory((), state, None, (), state)
-    on_device, on_host = by_memory(storages(graph, donation(graph)))
+    memories = by_memory(storages(graph, donation(graph)))
+    on_device = memories.pop("device")
     live = live_bytes(graph, on_device)
     peak = max(live)
     index = live.index(peak)
@@ -253,7 +259,7 @@ def memory(graph: Graph) -> Memory:
         peak_eqn=graph.eqns[index],
         holders=tuple(holders),
         state=state,
-        live_on_host=tuple(live_bytes(graph, on_host)) if on_host else (),
+        other_memories={kind: tuple(live_bytes(graph, found)) for kind, found in memories.items()},
     )
 
 

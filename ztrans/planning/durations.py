@@ -18,6 +18,7 @@ import torch
 
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import lane, rules
+from ..ir.copies import other_memory
 from ..ir.graph import DTYPES, Eqn, Graph, Primitive, Var
 from ..ir.layout import local_shape
 from ..ir.nested import instances
@@ -267,7 +268,7 @@ def transfers(e: Eqn, graph: Graph, cluster: Cluster) -> list[Level]:
     axis = rules(e).axis(e)
     size = rules(e).wire_bytes(e, graph.axes)
     if axis is None:  # a copy: each direction has a link of its own
-        return [Level(lane(e), lane(e), *cluster.copy_seconds(size))]
+        return [Level(lane(e), lane(e), *cluster.tiers[other_memory(e)].copy_seconds(size))]
     link = cluster.link(axis)
     ranks = graph.axes[axis]
     kind = rules(e).kind.name

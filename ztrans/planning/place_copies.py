@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.collectives import rules
-from ..ir.copies import is_copy
+from ..ir.collectives import lane, rules
+from ..ir.copies import is_copy, other_memory
+from ..ir.dependencies import grouped
 from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
@@ -102,20 +103,21 @@ class HostIsFull(ValueError):
 
 
 def check_host_memory(graph: Graph, cluster: Cluster) -> None:
-    """Check that a program keeps no more on the host than a rank may use there.
+    """Check that a program keeps no more in the memory of the host, or another one, than a rank may use there.
 
     Raises: HostIsFull if it does.
     """
-    host_peak = memory(graph).host_peak
-    if host_peak > cluster.host_memory:
-        has_leaves = any(v.memory == "host" for v in graph.inputs[: graph.num_state])
-        advice = "Choose fewer leaves with `where`" if has_leaves else "Move less to the host"
-        if ranks_may_help(graph, "host", host_peak, cluster.host_memory):
+    for kind, peak in memory(graph).other_peaks.items():
+        capacity = cluster.tiers[kind].capacity
+        if peak <= capacity:
+            continue
+        has_leaves = any(v.memory == kind for v in graph.inputs[: graph.num_state])
+        advice = "Choose fewer leaves with `where`" if has_leaves else f"Move less to the {kind}"
+        if ranks_may_help(graph, kind, peak, capacity):
             advice += ", or shard the state over more ranks"
         raise HostIsFull(
-            f"offload: {graph.name} keeps {format_bytes(host_peak)} in the memory of the host, and a rank has "
-            f"{format_bytes(cluster.host_memory)} there: zt.cluster(..., host_memory={cluster.host_memory:.0f}).\n"
-            f"{advice}."
+            f"offload: {graph.name} keeps {format_bytes(peak)} in the memory of the {kind}, and a rank has "
+            f"{format_bytes(capacity)} there: zt.cluster(..., {kind}_memory={capacity:.0f}).\n{advice}."
         )
 
 
@@ -130,9 +132,9 @@ def copied_when_needed(graph: Graph, set_bytes: int = 0) -> Graph:
     readers = users(graph)
     makers = producers(graph.eqns)
     positions = _unmoved(graph)
-    to_host, to_device = _copies(graph)
+    departures, arrivals = _copies(graph)
     first_reader: dict[Eqn, int] = {}
-    for e in to_device:
+    for e in arrivals:
         (wait,) = readers[e.out]
         indices = (positions[reader].anchor for reader in readers.get(wait.out, ()))
         first_reader[e] = min(indices, default=len(graph.eqns))
@@ -149,7 +151,7 @@ def copied_when_needed(graph: Graph, set_bytes: int = 0) -> Graph:
         positions[wait] = _Position(index, _WAITS_BEFORE)
 
     # Right after the value and all readers of what is overwritten, or the sets of updates that they are in.
-    for e in to_host:
+    for e in departures:
         (wait,) = readers[e.out]
         earlier_eqns = [makers[v] for v in e.ins if v in makers]
         index = -1
@@ -215,11 +217,11 @@ def _waits_before_writing(e: Eqn, readers: Mapping[Var, Sequence[Eqn]]) -> list[
 
 
 def _copies(graph: Graph) -> tuple[list[Eqn], list[Eqn]]:
-    """The copies to the host, and the copies to the device, in order."""
+    """The copies that leave the device, and the copies that arrive there, in order."""
     copies = [e for e in graph.eqns if is_copy(e)]
-    to_host = [e for e in copies if e.out.memory == "host"]
-    to_device = [e for e in copies if e.out.memory != "host"]
-    return to_host, to_device
+    departures = [e for e in copies if e.out.memory != "device"]
+    arrivals = [e for e in copies if e.out.memory == "device"]
+    return departures, arrivals
 
 
 def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
@@ -239,8 +241,7 @@ def _around_updates(graph: Graph) -> tuple[list[int], list[int]]:
 
 def _live_on_device(graph: Graph) -> list[int]:
     """The bytes that are live on the device at each equation."""
-    on_device, _ = by_memory(storages(graph, donation(graph)))
-    return live_bytes(graph, on_device)
+    return live_bytes(graph, by_memory(storages(graph, donation(graph)))["device"])
 
 
 class _Placing:
@@ -276,16 +277,18 @@ class _Placing:
 
     def run(self) -> Graph:
         """The program in the new order."""
-        to_host, to_device = _copies(self.graph)
-        self._place_waits(to_host)
-        self._place_starts(to_device)
+        departures, arrivals = _copies(self.graph)
+        for copies in grouped((lane(e), e) for e in departures).values():
+            self._place_waits(copies)
+        for copies in grouped((lane(e), e) for e in arrivals).values():
+            self._place_starts(copies)
         # Not `reordered`: the wait for a carried copy stands before its start.
         in_order = sorted(self.graph.eqns, key=self.position.__getitem__)
         return carry_copies(self.graph.replace(eqns=tuple(in_order)), self.carried)
 
     def _seconds(self, e: Eqn) -> float:
         """The seconds of a copy."""
-        return sum(self.cluster.copy_seconds(self.bytes_of(e.out)))
+        return sum(self.cluster.tiers[other_memory(e)].copy_seconds(self.bytes_of(e.out)))
 
     def _place_waits(self, copies: list[Eqn]) -> None:
         """Wait for copies to the host where they have ended."""

@@ -16,7 +16,16 @@ from collections.abc import Iterator, Sequence
 from ..ir.collectives import rules
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, variables
-from .buffers import AT_START, AT_WAIT, Buffer, Storage, device_bytes, live_by_slot, storages
+from .buffers import (
+    AT_START,
+    AT_WAIT,
+    Buffer,
+    Storage,
+    by_memory,
+    device_bytes,
+    live_by_slot,
+    storages,
+)
 from .eager_updates import EagerGroup, movable_eqns
 from .skeleton import Skeleton
 from .solver.problem import Problem, Reduction
@@ -28,9 +37,7 @@ def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> 
     reduction_buffers = _ReductionBuffers(uses)
     buffers: list[Buffer] = []
     inputs = set(s.graph.inputs)
-    for storage in storages(s.graph, uses.donated):
-        if storage.on_host:
-            continue
+    for storage in by_memory(storages(s.graph, uses.donated))["device"]:
         if storage.value in inputs:
             buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))  # the caller's, throughout
         else:

@@ -75,7 +75,9 @@ def timeline_of(graph: Graph, cluster: Cluster, seconds: Sequence[float]) -> Tim
         length,
         tuple(events),
         tuple(zip(times, bytes_live.live)),
-        host_memory=tuple(zip(times, bytes_live.live_on_host)),
+        other_memories={
+            kind: tuple(zip(times, live)) for kind, live in bytes_live.other_memories.items()
+        },
         limit=graph.hints.memory_limit,
     )
 

@@ -515,10 +515,10 @@ def _timeline(graph: Graph, times: Times) -> Timeline:
         compute.append(Event(COMPUTE, start, finish - start, eqn))
     usage = memory(graph)
     live = tuple(zip(times.marks, usage.live))
-    host = tuple(zip(times.marks, usage.live_on_host))
+    others = {kind: tuple(zip(times.marks, n)) for kind, n in usage.other_memories.items()}
     name = f"{graph.name}, measured"
     limit = graph.hints.memory_limit
-    return Timeline(name, times.end, (*compute, *bars), live, limit=limit, host_memory=host)
+    return Timeline(name, times.end, (*compute, *bars), live, limit=limit, other_memories=others)
 
 
 def _durations(graph: Graph, runs: Sequence[Times]) -> Iterator[tuple[str, list[float]]]:

@@ -11,6 +11,11 @@ COMPUTE = "compute"  # the lane of operations; every other lane has messages
 Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
 
 
+def most_bytes(curve: Curve) -> int:
+    """The most bytes that are live at a time."""
+    return max((live for _, live in curve), default=0)
+
+
 @dataclass(frozen=True)
 class Event:
     """One bar: an equation on a lane, from `start` for `seconds`. Compute waited for it for `stall` seconds.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.dependencies import grouped
 from ..ir.printer import format_bytes, format_seconds
 from .event import COMPUTE, Curve
-from .palette import COLOURS, kind_of, used_kinds
+from .palette import COLOURS, MEMORY_COLOURS, kind_of, used_kinds
 
 if TYPE_CHECKING:  # `timeline` imports this module
     from .timeline import Timeline
@@ -104,12 +104,13 @@ def _lanes(ax: Any, timeline: Timeline, scale: float) -> None:
 
 def _memory(ax: Any, timeline: Timeline, scale: float) -> None:
     """The curves of live memory with their peaks, and the limit."""
-    top = max(timeline.peak, timeline.host_peak) or 1
+    top = max(timeline.peaks.values()) or 1
     limit = timeline.limit or 0
     if limit > 2 * timeline.peak:
         limit = 0  # the curve would be flat far below it
-    _curve(ax, timeline.memory, timeline.seconds, scale, _FAINT, "peak", limit)
-    _curve(ax, timeline.host_memory, timeline.seconds, scale, COLOURS["offload"][0], "host", limit)
+    for kind, curve in timeline.curves.items():
+        name = "peak" if kind == "device" else kind
+        _curve(ax, curve, timeline.seconds, scale, MEMORY_COLOURS[kind][0], name, limit)
     if limit:
         ax.plot([0, timeline.seconds * scale], [limit, limit], "--", color=_LIMIT, linewidth=0.9)
         # The text is on the side away from the peak.

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ir.graph import MemoryKind
 from ..ir.printer import equation
-from .event import COMPUTE, Curve, Event
-from .palette import COLOURS, kind_of, used_kinds
+from .event import COMPUTE, Curve, Event, most_bytes
+from .palette import COLOURS, MEMORY_COLOURS, kind_of, used_kinds
 from .table import compared, label, table
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -73,6 +74,14 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             text_number(longest.source_line),
         ]
 
+    def memory(kind: MemoryKind, curve: Curve) -> dict[str, Any]:
+        return {
+            "name": kind,
+            "colours": MEMORY_COLOURS[kind],
+            "points": _points(curve, most),
+            "peak": most_bytes(curve),
+        }
+
     def timeline_data(timeline: Timeline) -> dict[str, Any]:
         lane_numbers = {lane: k for k, lane in enumerate(timeline.lanes)}
         bars = _bars(timeline, most)
@@ -82,10 +91,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, Any]:
             "seconds": _microseconds(timeline.seconds)[0],
             "lanes": list(lane_numbers),
             "bars": [bar(events, lane_numbers[events[0].lane]) for events in bars],
-            "memory": _points(timeline.memory, most),
-            "peak": timeline.peak,
-            "hostMemory": _points(timeline.host_memory, most),
-            "hostPeak": timeline.host_peak,
+            "memories": [memory(*found) for found in timeline.curves.items()],
             "limit": timeline.limit,
             "table": table(timeline),
         }

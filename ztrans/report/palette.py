@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ..ir.graph import MemoryKind
 from .event import COMPUTE, Event
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -28,6 +29,11 @@ COLOURS = {
     "update messages": ("#b3a444", "#bbac4e"),
     "user": ("#6f8f5a", "#7f9f69"),
     "offload": ("#c9719b", "#d27fa6"),
+}
+# The colours of the curve of each memory.
+MEMORY_COLOURS: dict[MemoryKind, tuple[str, str]] = {
+    "device": ("#8b8f96", "#868b93"),
+    "host": COLOURS["offload"],
 }
 
 

@@ -1,7 +1,7 @@
 """Save timelines as a trace in the Chrome format, for ui.perfetto.dev and chrome://tracing.
 
-The trace has a process for each timeline, a thread for each lane, and a counter of live bytes, on the device and on the
-host. An arrow goes from the operation that starts a collective to its message.
+The trace has a process for each timeline, a thread for each lane, and a counter of the live bytes of each memory. An
+arrow goes from the operation that starts a collective to its message.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield event("s", "message", tid=threads[COMPUTE], ts=starts[e.eqn] * 1e6, **arrow)
             yield event("f", "message", bp="e", tid=threads[e.lane], ts=e.start * 1e6, **arrow)
 
-    for name, curve in (("live bytes", timeline.memory), ("on the host", timeline.host_memory)):
+    for kind, curve in timeline.curves.items():
+        name = "live bytes" if kind == "device" else f"on the {kind}"
         for time, live in curve:
             yield event("C", name, ts=time * 1e6, args={"bytes": live})

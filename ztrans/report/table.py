@@ -6,8 +6,9 @@ bound, and the peak of memory. `label` is the name of a column.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from ..ir.graph import MemoryKind
 from ..ir.printer import format_bytes, format_seconds
 from .event import COMPUTE, Event
 
@@ -18,8 +19,8 @@ _STALLS = 5  # the most stalls that are listed
 # The names of rows.
 _STEP = "step"
 _EXPOSED = "exposed"
-_PEAK = "peak memory"
-_HOST_PEAK = "on the host"
+# The peak of each memory.
+_PEAKS = {kind: f"on the {kind}" for kind in get_args(MemoryKind)} | {"device": "peak memory"}
 
 
 def table(timeline: Timeline) -> str:
@@ -55,15 +56,16 @@ def table(timeline: Timeline) -> str:
 
 
 def _memory_rows(timeline: Timeline) -> list[list[str]]:
-    """The peak of the device's memory, with its share of the limit, and the peak of the host's memory."""
+    """The peak of each memory; that of the device with its time and its share of the limit."""
     share = ""
     note = f"at {format_seconds(timeline.peak_time)}"
     if timeline.limit:
         share = f"{timeline.peak / timeline.limit:.1%}"
         note = f"{note}, of {format_bytes(timeline.limit)}"
-    rows = [[_PEAK, format_bytes(timeline.peak), share, note]]
-    if timeline.host_memory:
-        rows.append([_HOST_PEAK, format_bytes(timeline.host_peak), "", ""])
+    rows = []
+    for kind, peak in timeline.peaks.items():
+        details = [share, note] if kind == "device" else ["", ""]
+        rows.append([_PEAKS[kind], format_bytes(peak), *details])
     return rows
 
 
@@ -87,7 +89,7 @@ def compared(first: Timeline, second: Timeline) -> str:
 
 def _position(row: str) -> int:
     """The position of a row. Lanes come before `exposed`, and the parts of `exposed`, which are indented, after it."""
-    positions = {_STEP: 0, COMPUTE: 1, _EXPOSED: 3, _PEAK: 5, _HOST_PEAK: 6}
+    positions = {_STEP: 0, COMPUTE: 1, _EXPOSED: 3} | dict.fromkeys(_PEAKS.values(), 5)
     if row in positions:
         return positions[row]
     return 4 if row.startswith(" ") else 2
@@ -97,7 +99,7 @@ def _figure_text(row: str, figure: float | None) -> str:
     """A figure of a row as text: bytes for peaks, else seconds."""
     if figure is None:
         return "-"
-    return format_bytes(figure) if row in (_PEAK, _HOST_PEAK) else format_seconds(figure)
+    return format_bytes(figure) if row in _PEAKS.values() else format_seconds(figure)
 
 
 def label(timeline: Timeline) -> str:
@@ -107,13 +109,13 @@ def label(timeline: Timeline) -> str:
 
 def _figures(timeline: Timeline) -> dict[str, float]:
     """The figures of a timeline by the name of their row, in seconds, and in bytes for peaks."""
-    figures = {_STEP: timeline.seconds, _EXPOSED: timeline.stalled, _PEAK: timeline.peak}
+    figures = {_STEP: timeline.seconds, _EXPOSED: timeline.stalled}
     for lane in timeline.lanes:
         figures[lane] = timeline.busy(lane)
     for (axis, role), seconds in timeline.exposed.items():
         figures[f"  {axis} {role}"] = seconds
-    if timeline.host_memory:
-        figures[_HOST_PEAK] = timeline.host_peak
+    for kind, peak in timeline.peaks.items():
+        figures[_PEAKS[kind]] = peak
     return figures
 
 

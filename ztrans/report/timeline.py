@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from ..ir.graph import MemoryKind
 from ..ir.printer import format_seconds
 from . import figure, page, perfetto
-from .event import COMPUTE, Curve, Event
+from .event import COMPUTE, Curve, Event, most_bytes
 from .table import compared, table
 
 
@@ -57,8 +58,8 @@ class Timeline(_Drawable):
 
     Attributes:
         memory: the live bytes of the device.
-        host_memory: the live bytes of the host, where values are moved to.
         bound: the lower bound in seconds, and its cause, if they are known.
+        other_memories: the live bytes of each other memory, such as that of the host, where values are moved to.
         limit: the most bytes that may be live on the device, if there is a limit.
     """
 
@@ -67,7 +68,7 @@ class Timeline(_Drawable):
     events: tuple[Event, ...]
     memory: Curve
     bound: tuple[float, str] | None = None
-    host_memory: Curve = ()
+    other_memories: Mapping[MemoryKind, Curve] = dataclasses.field(default_factory=dict)
     limit: int | None = None
 
     @property
@@ -93,7 +94,7 @@ class Timeline(_Drawable):
     @functools.cached_property
     def peak(self) -> int:
         """The most bytes that are live on the device."""
-        return max((live for _, live in self.memory), default=0)
+        return most_bytes(self.memory)
 
     @property
     def peak_time(self) -> float:
@@ -101,9 +102,19 @@ class Timeline(_Drawable):
         return max(self.memory, key=lambda point: point[1], default=(0.0, 0))[0]
 
     @property
+    def curves(self) -> dict[MemoryKind, Curve]:
+        """The live bytes of each memory, the device first."""
+        return {"device": self.memory, **self.other_memories}
+
+    @property
+    def peaks(self) -> dict[MemoryKind, int]:
+        """The most bytes that are live in each memory, the device first."""
+        return {kind: most_bytes(curve) for kind, curve in self.curves.items()}
+
+    @property
     def host_peak(self) -> int:
         """The most bytes that are live on the host."""
-        return max((live for _, live in self.host_memory), default=0)
+        return self.peaks.get("host", 0)
 
     @property
     def exposed(self) -> dict[tuple[str, str], float]:
@@ -136,17 +147,17 @@ def one_by_one(name: str, timelines: Sequence[Timeline]) -> Timeline:
     """One timeline of several programs that run one after another."""
     begin = 0.0
     events: list[Event] = []
-    memory: list[tuple[float, int]] = []
-    host_memory: list[tuple[float, int]] = []
+    points: dict[MemoryKind, list[tuple[float, int]]] = {"device": []}
     for timeline in timelines:
         events += (dataclasses.replace(e, start=e.start + begin) for e in timeline.events)
-        memory += ((time + begin, live) for time, live in timeline.memory)
-        host_memory += ((time + begin, live) for time, live in timeline.host_memory)
+        for kind, curve in timeline.curves.items():
+            later = ((time + begin, live) for time, live in curve)
+            points.setdefault(kind, []).extend(later)
         begin += timeline.seconds
+    curves = {kind: tuple(curve) for kind, curve in points.items()}
+    memory = curves.pop("device")
     limit = timelines[0].limit if timelines else None
-    return Timeline(
-        name, begin, tuple(events), tuple(memory), host_memory=tuple(host_memory), limit=limit
-    )
+    return Timeline(name, begin, tuple(events), memory, other_memories=curves, limit=limit)
 
 
 @dataclass(frozen=True, repr=False)

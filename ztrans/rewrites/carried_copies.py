@@ -59,9 +59,9 @@ def carry_copies(graph: Graph, copies: Mapping[Eqn, Var]) -> Graph:
     for start, leaf in copies.items():
         (wait,) = readers[start.out]
         futures[leaf] = dataclasses.replace(leaf, future=True)
-        on_host = new.fresh(leaf, ".host")
-        new.replace(wait, wait.replace(args=(futures[leaf],), outs=(on_host,), region="forward"))
-        new.alias(leaf, on_host)
+        arrived = new.fresh(leaf, f".{leaf.memory}")
+        new.replace(wait, wait.replace(args=(futures[leaf],), outs=(arrived,), region="forward"))
+        new.alias(leaf, arrived)
         new.alias(wait.out, start.out)
     inputs = tuple(futures.get(v, v) for v in graph.inputs)
     return new.applied().replace(inputs=inputs)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..calling.host_memory import copied_to_host
+from ..calling.host_memory import copied_to
 from ..calling.meta_leaves import Number, fill_of, mark_unwritten
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, MemoryKind, Split
@@ -78,7 +78,7 @@ def shard_state(
     parts = []
     for leaf, layout, leaf_axes, memory in zip(leaves, layouts, axes, memories):
         part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
-        part = _on_host(part) if memory == "host" else part
+        part = _copied_to(memory, part) if memory != "device" else part
         _meshes[part] = mesh
         # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
@@ -116,7 +116,7 @@ def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
     copies = []
     for leaf, memory in zip(leaves, memories):
         if isinstance(leaf, torch.Tensor):
-            copy = copied_to_host(leaf) if memory == "host" else copied(leaf)
+            copy = copied_to(memory, leaf) if memory != "device" else copied(leaf)
             if not copy.is_meta:
                 mark_unwritten(copy, leaf)
             leaf = copy
@@ -124,16 +124,16 @@ def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
     return pytree.tree_unflatten(copies, tree)
 
 
-def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """A copy of a part in the memory of the host, still on the mesh of the devices."""
+def _copied_to(kind: MemoryKind, part: torch.Tensor) -> torch.Tensor:
+    """A copy of a part in a memory, still on the mesh of the devices."""
     if not isinstance(part, DTensor):
-        return copied_to_host(part)
-    local = copied_to_host(part._local_tensor.detach())
+        return copied_to(kind, part)
+    local = copied_to(kind, part._local_tensor.detach())
     return DTensor(local, part._spec, requires_grad=part.requires_grad)
 
 
 def _on_device(leaf: Any) -> Any:
-    """A leaf of a state; a DTensor in the memory of the host is copied to the device of its mesh."""
+    """A leaf of a state; a DTensor in another memory is copied to the device of its mesh."""
     if not isinstance(leaf, DTensor) or leaf.is_meta:
         return leaf
     device = leaf.device_mesh.device_type

@@ -232,8 +232,8 @@ def _leaves_of(
         if not is_state and UserSharding.axes_of(value, leaf_axes):
             raise divided_batch(path)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
-        # A leaf on the host is traced like a meta leaf, on the device of the other leaves.
-        if is_state and memories and memories[i] == "host":
+        # A leaf in another memory is traced like a meta leaf, on the device of the other leaves.
+        if is_state and memories and memories[i] != "device":
             abstract = abstract._replace(device="meta")
         leaf = _Leaf(
             value=value,

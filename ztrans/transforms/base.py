@@ -76,7 +76,7 @@ class Transform:
         return None
 
     def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
-        """The memory that holds a state leaf between steps, "device" or "host".
+        """The memory that holds a state leaf between steps, such as "device" or "host".
 
         Args:
             path: the path of the leaf in the state.
@@ -358,8 +358,8 @@ def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> Memor
     if not isinstance(leaf, torch.Tensor):
         return "device"
     meta_leaf = _meta(leaf)
-    on_host = any(t.leaf_memory(name, meta_leaf) == "host" for t in transforms)
-    return "host" if on_host else "device"
+    memories = (t.leaf_memory(name, meta_leaf) for t in transforms)
+    return next((kind for kind in memories if kind != "device"), "device")
 
 
 # ---- meta tensors of state leaves

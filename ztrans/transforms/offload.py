@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..ir.collectives import rules
-from ..ir.copies import is_copy, to_device, to_host, wait_for_copy
+from ..ir.copies import copy_to, is_copy, wait_for_copy
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
@@ -127,21 +127,21 @@ class Offload(Transform):
                     f"Leave out accumulate, or across_steps."
                 )
             graph = graph.with_hints(carry_copies=True)
-        return graph if self.where is None else self._with_leaves_on_host(graph, self.where)
+        return graph if self.where is None else self._with_moved_leaves(graph, self.where)
 
-    def _with_leaves_on_host(self, graph: Graph, where: Where) -> Graph:
-        leaves = list(zip(graph.inputs, meta_leaves(graph)))
-        chosen = [v for v, leaf in leaves if self.leaf_memory(v.name, leaf) == "host"]
-        if not chosen:
-            raise _matches_none(where, graph)
+    def _with_moved_leaves(self, graph: Graph, where: Where) -> Graph:
         moving = _MovingLeaves(graph)
-        for v in chosen:
-            moving.move(v)
+        for v, leaf in zip(graph.inputs, meta_leaves(graph)):
+            kind = self.leaf_memory(v.name, leaf)
+            if kind != "device":
+                moving.move(v, kind)
+        if not moving.moved:
+            raise _matches_none(where, graph)
         return leaf_by_leaf(moving.applied())
 
 
 def leaf_by_leaf(graph: Graph) -> Graph:
-    """Group the equations of the update by the leaf on the host that they update.
+    """Group the equations of the update by the leaf of another memory that they update.
 
     An optimizer may compute all first moments, then all second moments, and so on. Then all of them would be on the
     device at once. Scalars of the update, such as a bias correction that every leaf reads, are computed before the
@@ -210,10 +210,10 @@ def _places_of_updates(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, 
 
 
 class _MovingLeaves:
-    """The edits that move leaves of a program to the host.
+    """The edits that move leaves of a program to another memory.
 
     Attributes:
-        on_host: for each leaf, the value on the host that replaces it among the inputs.
+        moved: for each leaf, the value in its memory that replaces it among the inputs.
         on_device: for each leaf that is read, or returned as another leaf, its copy on the device.
     """
 
@@ -221,47 +221,48 @@ class _MovingLeaves:
         self.graph = graph
         self.new = Rewriter(graph)
         self.readers = users(graph)
-        self.on_host: dict[Var, Var] = {}
+        self.moved: dict[Var, Var] = {}
         self.on_device: dict[Var, Var] = {}
 
-    def move(self, leaf: Var) -> None:
-        """Copy a leaf to the device before its first reader."""
+    def move(self, leaf: Var, kind: MemoryKind) -> None:
+        """Keep a leaf in a memory, and copy it to the device before its first reader."""
         readers = self.readers.get(leaf, [])
         for e in readers:
             if e.region != "update":
                 raise _is_read(leaf, e)
-        self.on_host[leaf] = dataclasses.replace(leaf, memory="host")
+        self.moved[leaf] = dataclasses.replace(leaf, memory=kind)
         returned_at = [i for i, v in enumerate(self.graph.outputs) if v is leaf]
         position = self.graph.inputs.index(leaf)
-        # A leaf that nothing reads stays on the host. Only a return as another leaf needs it on the device.
+        # A leaf that nothing reads stays in its memory. Only a return as another leaf needs it on the device.
         if not readers and returned_at in ([], [position]):
             return
         name = self.new.fresh_name(f"{leaf.name}.device")
         first = readers[0] if readers else None
-        origin = {"region": "update", "source": first.source if first else None}
-        start = to_device(self.on_host[leaf], name, (leaf.name,), **origin)
+        origin: dict[str, Any] = {"region": "update", "source": first.source if first else None}
+        start = copy_to("device", self.moved[leaf], name, (leaf.name,), **origin)
         wait = wait_for_copy(start.out, **origin)
         self.new.insert_before(first, start, wait)
         self.new.replace_reads(readers, leaf, wait.out)
         self.on_device[leaf] = wait.out
 
     def applied(self) -> Graph:
-        """The edited program, which also copies the new values of the leaves to the host."""
+        """The edited program, which also copies the new values of the leaves to their memories."""
         outputs = [substitute(v, lambda v: self.on_device.get(v, v)) for v in self.graph.outputs]
         for i, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
-            if leaf in self.on_host:
+            if leaf in self.moved:
                 # If the step returns another leaf here, that leaf's value on the device is copied.
                 is_unchanged = self.graph.outputs[i] is leaf
-                outputs[i] = self.on_host[leaf] if is_unchanged else self._to_host(leaf, outputs[i])
-        inputs = tuple(self.on_host.get(v, v) for v in self.graph.inputs)
+                moved = self.moved[leaf]
+                outputs[i] = moved if is_unchanged else self._copied_over(moved, outputs[i])
+        inputs = tuple(self.moved.get(v, v) for v in self.graph.inputs)
         return self.new.applied().replace(inputs=inputs, outputs=tuple(outputs))
 
-    def _to_host(self, leaf: Var, new: Var) -> Var:
-        """The new value of a leaf, on the host."""
+    def _copied_over(self, old: Var, new: Var) -> Var:
+        """The new value of a leaf in its memory, over the old one."""
         maker = self.new.makers.get(new)
-        origin = {"region": "update", "source": maker.source if maker else None}
-        name = self.new.fresh_name(f"{new.name}.host")
-        start = to_host(new, name, (leaf.name,), over=self.on_host[leaf], **origin)
+        origin: dict[str, Any] = {"region": "update", "source": maker.source if maker else None}
+        name = self.new.fresh_name(f"{new.name}.{old.memory}")
+        start = copy_to(old.memory, new, name, (old.name,), over=old, **origin)
         wait = wait_for_copy(start.out, **origin)
         if maker is None:
             self.new.insert_before(None, start, wait)

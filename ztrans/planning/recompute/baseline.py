@@ -141,9 +141,10 @@ def baseline_of(graph: Graph, hinted: Graph, cluster: Cluster) -> Baseline:
     link = None
     movable: set[str] = set()
     if hinted.hints.offload:
-        latency, pace = cluster.copy_seconds(1)
+        host = cluster.tiers["host"]
+        latency, pace = host.copy_seconds(1)
         # The host may also have leaves of the state.
-        room = cluster.host_memory - memory(hinted).host_peak
+        room = host.capacity - memory(hinted).host_peak
         link = HostLink(problem.seconds_before, latency, pace, cluster.device.kernel_gap, room)
         movable = {v.name for v in values_for_backward(hinted) if size(v) >= _LEAST_MOVED}
 

@@ -44,12 +44,12 @@ _REFUSED = ("amsgrad", "maximize", "grad_scale", "found_inf")
 
 
 def inputs_on_gpu(graph: Graph, inputs: Sequence[torch.Tensor]) -> set[Var]:
-    """The inputs of a program that are contiguous on a GPU, and the copies of inputs in the memory of its host."""
+    """The inputs of a program that are contiguous on a GPU, and the copies of inputs in other memories."""
     values = {v for v, x in zip(graph.inputs, inputs) if x.is_cuda and x.is_contiguous()}
     if values:
         for wait, started in pair(graph, include_copies=True).waits.items():
             source = started.start.ins[0]
-            if source.memory == "host" and source in graph.inputs:
+            if source.memory != "device" and source in graph.inputs:
                 values.add(wait.out)
     return values
 
