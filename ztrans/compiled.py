@@ -18,9 +18,9 @@ from .backends import BACKENDS, changed_leaves, make_runner
 from .calling.call import BoundCall
 from .calling.guard import Guard
 from .calling.inputs import Inputs, check_donation, check_memory, device_of
+from .calling.leaf_records import RECORDS, Snapshot, check_whole
 from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
-from .calling.snapshot import Snapshot
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
 from .ir.micro_batches import micro_batch_programs
@@ -40,18 +40,15 @@ from .runtime.cuda.half_weights import HalfWeights
 from .runtime.failure import (
     Writes,
     check_launched,
-    check_whole,
     ending_together,
     one_thread,
     running,
-    steps_of,
 )
 from .runtime.runner import Runner
 from .runtime.session import Session, leave_if_cut_off, session_of
 from .runtime.state import check_laid_out
 from .runtime.transports import reserve
 from .runtime.watch import described
-from .tracing.recording import Recording
 
 if TYPE_CHECKING:
     from .stages import Lowered, Traced
@@ -94,17 +91,10 @@ class Binding:
         self.local_program = local_program
         self.guard: Guard | None = None
         self.lock = threading.RLock()
-        self._output_tree: pytree.TreeSpec | None = None
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call that is like the last one; None for another call."""
         return self.guard.match(call, surroundings) if self.guard is not None else None
-
-    def output_tree(self, recording: Recording, graph: Graph) -> pytree.TreeSpec:
-        """The tree of a step's output, without the state."""
-        if self._output_tree is None:
-            self._output_tree = recording.tree_of_results(graph.added).children()[1]
-        return self._output_tree
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,6 +172,8 @@ class Compiled(Printed):
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call that it was compiled for, in these surroundings."""
         recording = self.lowered.recording
+        # The state of the last call need not be that of a CUDA graph which this call captures, if it fails.
+        self.binding.guard = None
         with self._telling_refusals():
             inputs = self._inputs(call)
         # The caller has set these leaves to numbers. A call that a guard recognises has none: steps return tensors.
@@ -208,9 +200,14 @@ class Compiled(Printed):
         """Run the program on a call that its guard has recognised. Returns the call's own state, updated in place."""
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
-        graph = self.graph
-        output_tree = self.binding.output_tree(self.lowered.recording, graph)
-        return call.state, pytree.tree_unflatten(outputs[graph.num_state :], output_tree)
+        output = pytree.tree_unflatten(outputs[self.graph.num_state :], self._output_tree)
+        return call.state, output
+
+    @functools.cached_property
+    def _output_tree(self) -> pytree.TreeSpec:
+        """The tree of a step's output, without the state."""
+        tree = self.lowered.recording.tree_of_results(self.lowered.graph.added)
+        return tree.children()[1]
 
     @ends_at_user
     @without_autocast()
@@ -320,12 +317,10 @@ class Compiled(Printed):
         local = inputs.tensors
         state = inputs.state
         session = self._session
-        with self._telling_refusals():
-            check_whole(state, name)
-            check_written(name, self.lowered.recording.signature.paths, state)
         lock = self.binding.lock if session is None else session.lock
         with one_thread(lock, name), self._current_device(local):
-            check_launched(session, name)
+            if session is not None:
+                check_launched(session, name)
             local_program = self.binding.local_program or self._new_local_program(local, state)
             runner = local_program.runner
             half_weights = local_program.half_weights
@@ -339,7 +334,7 @@ class Compiled(Printed):
 
             if runner.replays:
                 with self._telling_refusals():
-                    runner.check_inputs(local)
+                    runner.check_numbers(local)
             with running(name, state, session, local_program.writes):
                 if session is not None and not uses_carried:
                     session.drop_carried()
@@ -406,7 +401,7 @@ class Compiled(Printed):
             agree(
                 session,
                 step_of(self.lowered.graph.name),
-                contract.terms(local, steps_of(state), uses_carried, numbers),
+                contract.terms(local, RECORDS.of_state(state).steps, uses_carried, numbers),
                 functools.partial(contract.explain, mesh),
                 launches,
             )
@@ -452,6 +447,8 @@ class Compiled(Printed):
         """The inputs of a call whose signature fits.
 
         Raises: TypeError if the state is not laid out for the program, or if the step may not overwrite the state.
+            RuntimeError if it is half updated. ValueError if nobody has written to a leaf, or if a CUDA graph has
+            captured another state.
         """
         recording = self.lowered.recording
         graph = self.lowered.graph
@@ -466,6 +463,10 @@ class Compiled(Printed):
             )
         check_donation(graph, inputs.tensors)
         check_memory(graph, inputs.tensors)
+        check_whole(inputs.state, graph.name)
+        check_written(graph.name, recording.signature.paths, inputs.state)
+        if self.binding.local_program is not None:
+            self.binding.local_program.runner.check_state(inputs.tensors[: graph.num_state])
         return inputs
 
     @without_autocast()

@@ -195,11 +195,14 @@ class ProgramCache:
             del self._programs[signature]
         self._after_trace = {k: v for k, v in self._after_trace.items() if v in self._programs}
 
-    def remove_any_size(self, signature: Signature) -> None:
-        """Remove all programs whose signatures differ from this one at most in the sizes of the batch."""
+    def remove_other_sizes(self, signature: Signature) -> None:
+        """Remove all programs whose signatures differ from this one only in the sizes of the batch."""
         sizeless = signature.without_sizes()
-        remaining = {k: v for k, v in self._programs.items() if v.sizeless != sizeless}
-        self._programs = OrderedDict(remaining)
+        self._programs = OrderedDict(
+            (key, cached)
+            for key, cached in self._programs.items()
+            if key == signature or cached.sizeless != sizeless
+        )
 
     def changes(self, compiled: Compiled) -> tuple[str, ...]:
         """How the signature of a new program differs from that of the newest program that has run, in words."""
@@ -387,8 +390,8 @@ class Step(Generic[P, R]):
         compiled = self._program_on_all_ranks(*self._call_and_signature(args, kwargs))
         tuned, profile = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
-        self._cache.remove_any_size(tuned.lowered.recording.signature)
         self._cache.add(tuned)
+        self._cache.remove_other_sizes(tuned.lowered.recording.signature)
         return profile
 
     def retrace(self) -> None:
@@ -398,16 +401,17 @@ class Step(Generic[P, R]):
     @ends_at_user
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         refuse_under_compile(self.__name__)
-        call = BoundCall.of(self._function, args, kwargs)
+        function = self._function
+        call = BoundCall.of(function, args, kwargs)
         refuse_inside(self.__name__, call)
-        surroundings = Surroundings.of(self._function)
+        surroundings = Surroundings.of(function)
         try:
             # In a loop most calls are like the last one. A guard recognises them without computing a signature.
             match = self._cache.match(call, surroundings)
             if match is not None:
                 compiled, inputs = match
                 return cast("R", compiled.run_guarded(call, inputs))
-            signature = Signature.of(call, self._function, surroundings)
+            signature = Signature.of(call, function, surroundings)
             compiled = self._cache.get(signature) or self._program_on_all_ranks(call, signature)
             return cast("R", compiled.run(call, surroundings))
         except BaseException as error:

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans.calling.call import BoundCall
-from ztrans.calling.guard import KnownState
+from ztrans.calling.guard import KnownArguments, KnownState
+from ztrans.calling.leaf_records import RECORDS
 from ztrans.calling.signature import Surroundings
 
 Pair = namedtuple("Pair", "first second")
@@ -301,12 +302,27 @@ def test_another_layout_of_the_same_memory_is_noticed(mesh):
         own(state, X)
 
 
+def test_a_call_is_examined_after_a_leaf_of_any_state_is_to_be_refused(run):
+    own, state = run
+    RECORDS.refuse([torch.zeros(2)], "step 1 of another failed")
+    assert recognised(own, state) is None
+    state, _ = own(state, X)
+    assert recognised(own, state) is not None
+    RECORDS.refuse([state["n"]], "step 3 of step failed")
+    with pytest.raises(RuntimeError, match="and some are old: step 3 of step failed"):
+        own(state, X)
+
+
 def test_an_argument_in_the_storage_of_a_leaf_is_noticed():
     """Whether it overlaps the leaf is found out as for a new call."""
     memory = torch.zeros(10)
-    known = KnownState([memory[2:4], torch.zeros(0)])
-    assert known.shares_storage(memory[3:5]) and known.shares_storage(memory[6:8])
-    assert not known.shares_storage(torch.zeros(2)) and not known.shares_storage(torch.zeros(0))
+    storages = KnownState([memory[2:4], torch.zeros(0)]).storages
+    known = KnownArguments([torch.ones(2)])
+    assert known.match([memory[3:5]], storages) is None
+    assert known.match([memory[6:8]], storages) is None
+    assert known.match([torch.zeros(2)], storages) is not None
+    empty = KnownArguments([torch.ones(0)])
+    assert empty.match([torch.zeros(0)], storages) is not None
 
 
 ARGUMENTS = {

@@ -35,13 +35,13 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans import compiled, stages
+from ztrans.calling.leaf_records import check_whole
 from ztrans.ir.collectives import ALL_GATHER, WAIT
 from ztrans.runtime import agreement, session, stop
 from ztrans.runtime.agreement import agree, agree_on_call
 from ztrans.runtime.channels import Channel, LostRank
 from ztrans.runtime.checkpoints import load as load_module
 from ztrans.runtime.checkpoints.save import FolderWriter
-from ztrans.runtime.failure import check_whole
 from ztrans.runtime.session import session_of
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -20,7 +20,7 @@ from tests.support import optimizers as written
 from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
-from ztrans.calling import meta_leaves
+from ztrans.calling.leaf_records import RECORDS
 from ztrans.lift.optimizer_state import lifted_entries
 
 WRITTEN = {
@@ -216,7 +216,8 @@ def test_a_step_refuses_meta_leaves_to_which_nobody_has_written(mesh_of_one):
     for _ in range(2):
         state, loss = step(state, *data()[0])
         assert loss.isfinite()
-    assert not any(leaf in meta_leaves._unwritten for leaf in pytree.tree_leaves(state))
+    records = map(RECORDS.of, pytree.tree_leaves(state))
+    assert all(record.fill_version is None for record in records)
 
 
 def test_optimizer_state_that_is_neither_tensor_nor_number_is_refused():

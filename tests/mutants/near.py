@@ -30,7 +30,7 @@ NEAR = {
     "calling.host_memory": "transforms/test_offload calling/test_guard",
     "calling.inputs": "calling/test_guard calling/test_call test_mistakes test_errors",
     "calling.meta_leaves": "lift/test_optimizer_state test_mistakes lift/test_lift",
-    "calling.snapshot": "runtime/test_carried transforms/test_across_steps",
+    "calling.leaf_records": "calling/test_guard runtime/test_carried runtime/test_failure",
     "rewrites.across_steps": "transforms/test_across_steps runtime/test_carried",
     "ir.axes": "transforms/test_axes transforms/test_leaf_axes ir/test_printer",
     "ir.cached_analysis": "ir/test_graph ir/test_structure",

@@ -19,9 +19,10 @@ from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.runners import FunctionRunner
 from tests.support.worlds import ALL, batches, clone, on_ranks, slices
+from ztrans.calling.leaf_records import check_whole
 from ztrans.ir.collectives import WAIT
 from ztrans.ir.donation import donation, first_write
-from ztrans.runtime.failure import Writes, check_whole, ending_together
+from ztrans.runtime.failure import Writes, ending_together
 from ztrans.runtime.session import explain_loss
 
 SHOTS = 20  # interrupts, at moments spread over a step

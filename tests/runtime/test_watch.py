@@ -18,9 +18,10 @@ from tests.support import watched_ranks
 from tests.support.processes import Running
 from tests.support.programs import CASES
 from tests.support.worlds import fake_mesh
+from ztrans.calling.leaf_records import check_whole
 from ztrans.runtime import watch
 from ztrans.runtime.channels import LostRank
-from ztrans.runtime.failure import Writes, check_ended, check_launched, check_whole, running
+from ztrans.runtime.failure import Writes, check_ended, check_launched, running
 from ztrans.runtime.session import session_of
 from ztrans.runtime.watch import InFlight, Place
 from ztrans.runtime.watching import Watch

@@ -12,7 +12,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from ..ir.layout import as_tensor
 from .call import BoundCall
 from .inputs import Inputs, computed_local_part
+from .leaf_records import RECORDS, Snapshot
 from .signature import Constant, Leaf, Surroundings
-from .snapshot import Snapshot
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -43,28 +43,23 @@ class Guard:
     ) -> None:
         self._snapshots = snapshots
         self._surroundings = surroundings
+        self._refusals = RECORDS.refusals
         self._keywords = call.keywords
         self._state = KnownState(call.state)
-        arguments = call.batch, call.extra
-        self._batch_tree = KnownTree(arguments)
-        leaves = self._batch_tree.leaves(arguments) or []
-        self._kinds = list(map(type, leaves))
-        self._batch = [Leaf.of(x, is_state=False) for x in leaves]
-        self._inputs = [
-            i for i, leaf in enumerate(self._batch) if not isinstance(leaf.abstract, Constant)
-        ]
-        # The numbers of the last call as tensors, by position.
-        self._numbers: dict[int, torch.Tensor] = {}
+        self._arguments = KnownArguments((call.batch, call.extra))
 
     def match(self, call: BoundCall, surroundings: Surroundings) -> Inputs | None:
         """The inputs of a call that is like the last one; None for any other call.
 
-        A call is not like the last one if an argument is in the storage of a leaf of the state.
+        A call is not like the last one if an argument is in the storage of a leaf of the state, or if a leaf of any
+        state has been recorded since that a step must refuse.
         """
         if call.keywords != self._keywords or surroundings != self._surroundings:
             return None
-        arguments = self._batch_tree.leaves((call.batch, call.extra))
-        if arguments is None or not self._is_like(arguments):
+        if RECORDS.refusals != self._refusals:
+            return None
+        tensors = self._arguments.match((call.batch, call.extra), self._state.storages)
+        if tensors is None:
             return None
         state = self._state.match(call.state)
         if state is None:
@@ -72,39 +67,77 @@ class Guard:
         for position, snapshot in self._snapshots.items():
             if not snapshot.is_unchanged(state, position):
                 return None
-        for i in self._inputs:
-            if isinstance(arguments[i], torch.Tensor):
-                tensor = computed_local_part(arguments[i])
-                if self._state.shares_storage(tensor):
-                    return None
-            else:
-                tensor = self._number(i, arguments[i])
-            state.tensors.append(tensor)
+        state.tensors.extend(tensors)
         return state
 
-    def _number(self, i: int, number: Any) -> torch.Tensor:
-        """A number as a tensor. The tensor of the last call is reused, if it still has the same value."""
-        tensor = self._numbers.get(i)
-        # 0.0 equals -0.0 but gives other results, so a tensor of zero is never reused.
-        if tensor is None or type(number) is not float or number == 0 or tensor.item() != number:
-            tensor = as_tensor(number)
-            self._numbers[i] = tensor
-        return tensor
 
-    def _is_like(self, arguments: list) -> bool:
-        """Whether the arguments after the state have the same properties as in the last call."""
+class KnownArguments:
+    """The properties of the arguments after the state."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._tree = KnownTree(arguments)
+        leaves = self._tree.leaves(arguments) or []
+        self._kinds = list(map(type, leaves))
+        # The positions of tensors, and of those that the program gets as they are.
+        self._tensors: list[int] = []
+        self._unchanged: set[int] = set()
+        # The numbers of the last call, each with its tensor.
+        self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
+        # Constants and DTensors.
+        self._others: dict[int, Leaf] = {}
+        self._inputs: list[int] = []
+        for i, x in enumerate(leaves):
+            leaf = Leaf.of(x, is_state=False)
+            is_constant = isinstance(leaf.abstract, Constant)
+            if not is_constant:
+                self._inputs.append(i)
+            if is_constant or isinstance(x, DTensor):
+                self._others[i] = leaf
+            elif isinstance(x, torch.Tensor):
+                self._tensors.append(i)
+                if computed_local_part(x) is x:
+                    self._unchanged.add(i)
+            else:
+                self._numbers[i] = x, as_tensor(x)
+        self._guards = _guards_of([leaves[i] for i in self._tensors])
+
+    def match(self, arguments: Any, storages: Collection[int]) -> list[torch.Tensor] | None:
+        """This rank's tensor of each input among these arguments; None if they are not like the known ones.
+
+        They are not if their properties differ, or if one is in a storage with one of these addresses.
+        """
+        leaves = self._tree.leaves(arguments)
         # The types differ, for instance, if a container is where a leaf was.
-        if list(map(type, arguments)) != self._kinds:
-            return False
-        for x, last in zip(arguments, self._batch):
-            # All floats have the same signature, and a lifted loop passes many.
-            if type(x) is not float and Leaf.of(x, is_state=False) != last:
-                return False
-        return True
+        if leaves is None or list(map(type, leaves)) != self._kinds:
+            return None
+        if not self._guards.check(*[leaves[i] for i in self._tensors]):
+            return None
+        for i, leaf in self._others.items():
+            if Leaf.of(leaves[i], is_state=False) != leaf:
+                return None
+        tensors = []
+        for i in self._inputs:
+            x = leaves[i]
+            if i in self._numbers:
+                number, tensor = self._numbers[i]
+                # By identity, because 0.0 equals -0.0 but gives other results.
+                if x is not number:
+                    tensor = as_tensor(x)
+                    self._numbers[i] = x, tensor
+            else:
+                tensor = x if i in self._unchanged else computed_local_part(x)
+                if tensor.untyped_storage().data_ptr() in storages:
+                    return None
+            tensors.append(tensor)
+        return tensors
 
 
 class KnownState:
-    """The properties and the memory addresses of a state."""
+    """The properties and the memory addresses of a state.
+
+    Attributes:
+        storages: the addresses of the storages of its leaves.
+    """
 
     def __init__(self, state: Any) -> None:
         self._tree = KnownTree(state)
@@ -113,24 +146,30 @@ class KnownState:
         self._references = [
             (i, weakref.ref(x)) for i, x in enumerate(leaves) if type(x) not in _PLAIN
         ]
-        self._distributed = [i for i, x in enumerate(leaves) if isinstance(x, DTensor)]
         self._trained = [i for i, x in enumerate(leaves) if x.requires_grad]
-        # Their local tensors, which are compared, never require gradients.
-        self._distributed_trained = self._distributed_requires_grad(leaves)
-        tensors = self._local(leaves)
-        # Types, sizes, strides, dtypes and devices, compared as TorchDynamo does.
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # For each DTensor, whether it requires a gradient. Its local tensor, which is compared, never does.
+        self._distributed = {
+            i: x.requires_grad for i, x in enumerate(leaves) if isinstance(x, DTensor)
+        }
+        tensors = [x._local_tensor if isinstance(x, DTensor) else x for x in leaves]
+        self._guards = _guards_of(tensors)
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
-        self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+        self.storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
     def match(self, state: Any) -> Inputs | None:
         """The leaves of `state` and their tensors, if it is the known state and has not changed; else None."""
         leaves = self._tree.leaves(state)
-        if leaves is None or any(reference() is not leaves[i] for i, reference in self._references):
+        if leaves is None:
             return None
-        if self._distributed_requires_grad(leaves) != self._distributed_trained:
-            return None
-        tensors = self._local(leaves)
+        for i, reference in self._references:
+            if reference() is not leaves[i]:
+                return None
+        tensors = list(leaves)
+        for i, requires_grad in self._distributed.items():
+            if leaves[i].requires_grad != requires_grad:
+                return None
+            # Not by `to_local` under torch.no_grad(): an interrupt could leave gradients off.
+            tensors[i] = leaves[i]._local_tensor
         # A leaf that is no longer a tensor raises a TypeError here.
         try:
             if not self._guards.check(*tensors):
@@ -143,21 +182,10 @@ class KnownState:
             tensors[i] = tensors[i].detach()
         return Inputs(leaves, tensors)
 
-    def shares_storage(self, x: torch.Tensor) -> bool:
-        """Whether a tensor is in the storage of a leaf."""
-        return x.untyped_storage().data_ptr() in self._storages
 
-    def _distributed_requires_grad(self, leaves: Sequence[torch.Tensor]) -> list[bool]:
-        """For each DTensor, whether it requires a gradient."""
-        return [leaves[i].requires_grad for i in self._distributed]
-
-    def _local(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's tensors of the leaves."""
-        tensors = list(leaves)
-        # Not by `to_local` under torch.no_grad(): an interrupt could leave gradients off.
-        for i in self._distributed:
-            tensors[i] = tensors[i]._local_tensor  # type: ignore[attr-defined]
-        return tensors
+def _guards_of(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """The types, sizes, strides, dtypes and devices of tensors, to be compared as TorchDynamo does."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 class KnownTree:

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.printer import first_names
+from .leaf_records import RECORDS
 
 aten = torch.ops.aten
 Number = float | int | bool
 
 _values = WeakIdKeyDictionary()  # a meta tensor -> the value of all of its elements
-_unwritten = WeakIdKeyDictionary()  # a filled leaf -> the version of its memory after the fill
 
 # Operations that make a tensor of equal elements, and the value of these by the arguments.
 _NUMBERS: Mapping[Any, Callable[[Sequence[Any]], Number]] = {
@@ -72,7 +72,8 @@ def fill_of(leaf: torch.Tensor) -> Number:
 def mark_unwritten(leaf: torch.Tensor, of_meta: Any) -> None:
     """Record a leaf as unwritten if it was allocated for a meta tensor, `of_meta`, of unknown value."""
     if isinstance(of_meta, torch.Tensor) and of_meta.is_meta and value_of_meta(of_meta) is None:
-        _unwritten[leaf] = _memory(leaf)._version
+        RECORDS.refusals += 1
+        RECORDS.of(leaf).fill_version = _memory(leaf)._version
 
 
 def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> None:
@@ -82,17 +83,19 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
 
     Raises: ValueError that names the unwritten leaves.
     """
-    if not _unwritten:
+    if not RECORDS.refusals:
         return
     unwritten = []
     for path, leaf in zip(paths, leaves):
-        version = _unwritten.get(leaf) if isinstance(leaf, torch.Tensor) else None
-        if version is None:
+        if not isinstance(leaf, torch.Tensor):
             continue
-        if _still_has_fill(_memory(leaf), version):
+        record = RECORDS.of(leaf)
+        if record.fill_version is None:
+            continue
+        if _still_has_fill(_memory(leaf), record.fill_version):
             unwritten.append(path)
         else:
-            del _unwritten[leaf]
+            record.fill_version = None
     if unwritten:
         raise ValueError(
             f"{name}: nobody has written to {first_names(unwritten)} since shard allocated this meta state.\n"

@@ -46,7 +46,13 @@ def inputs_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
     for group in groups_of(optimizers):
         values = {}
         for key, value in group.items():
-            if key != "params" and _is_input(key, value):
+            # Every step asks for every value, so floats, bools and None take no call.
+            kind = type(value)
+            if kind is float:
+                values[key] = value
+            elif key == "params" or (kind in _PLAIN and key != "lr"):
+                continue
+            elif _is_input(key, value):
                 values[key] = _as_input(value)
         inputs.append(values)
     return inputs
@@ -54,12 +60,26 @@ def inputs_of(optimizers: Sequence[Optimizer]) -> list[ParamGroup]:
 
 def constants_of(optimizers: Sequence[Optimizer]) -> Hashable:
     """For each group, its parameters, its constants, and the signs of its floats."""
-    constants = []
+    constants: list[Hashable] = []
     for group in groups_of(optimizers):
-        # By identity: with another parameter in a group, the step has another program.
-        members = tuple(map(id, group["params"]))
-        values = [(key, _constant(key, x)) for key, x in group.items() if key != "params"]
-        constants.append((members, *values))
+        for key, value in group.items():
+            kind = type(value)
+            constant: Hashable
+            if key == "params":
+                # By identity: with another parameter in a group, the step has another program.
+                constant = tuple(map(id, value))
+            elif key == "lr":
+                # A schedule may begin or end at zero, so the sign of a rate is not a constant.
+                constant = kind is float or _is_input(key, value) or repr(value)
+            elif kind in _PLAIN:
+                constant = kind, value
+            elif kind is float:
+                constant = ((value > 0) - (value < 0),)
+            elif _is_input(key, value):
+                constant = tuple(map(_sign, _entries(value)))
+            else:
+                constant = repr(value)
+            constants.append((key, constant))
     return tuple(constants)
 
 
@@ -75,14 +95,13 @@ def numbers_of_groups(
 
 
 def _is_input(key: str, value: Any) -> bool:
-    # Every call asks this for every value, so the usual types are checked first.
     if type(value) in _PLAIN:
         return key == "lr" and type(value) is int
     if key in _KEYS_BY_VALUE:
         return False
-    if type(value) is float:
-        return True
     entries = _entries(value)
+    if {*map(type, entries)} == {float}:  # such as betas
+        return True
     if any(isinstance(x, torch.Tensor) for x in entries):
         return True
     # A tuple of whole numbers is a constant, like a whole number.
@@ -94,20 +113,8 @@ def _as_input(value: Any) -> Any:
     if type(value) is float:
         return value
     if isinstance(value, tuple | list):
-        return tuple(_as_input(x) for x in value)
+        return tuple(map(_as_input, value))
     return float(value) if is_number(value) else value
-
-
-def _constant(key: str, value: Any) -> Hashable:
-    """The part of a hyperparameter that a program is specialised on."""
-    if type(value) in _PLAIN and key != "lr":
-        return type(value), value
-    if not _is_input(key, value):
-        return repr(value)
-    # A schedule may begin or end at zero, so the sign of a rate is not a constant.
-    if key == "lr":
-        return "an input"
-    return tuple([_sign(x) for x in _entries(value)])
 
 
 def _entries(value: Any) -> Sequence[Any]:

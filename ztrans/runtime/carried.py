@@ -22,7 +22,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..calling.inputs import Inputs
-from ..calling.snapshot import Snapshot
+from ..calling.leaf_records import Snapshot
 from ..ir.ambient import without_autocast
 from ..ir.graph import Graph
 from ..rewrites.across_steps import carried_starts

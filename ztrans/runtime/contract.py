@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.higher_order import Function
@@ -261,6 +262,7 @@ def first_difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> st
 # ---- the update of the state
 
 
+@cached_on_graph
 def update_hash(graph: Graph) -> str:
     """A hash of the update of the state, with its constants. If it differed between ranks, their states would diverge.
 

@@ -5,6 +5,7 @@ A step of several micro-batches has an executable for the first one, one for all
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class StepExecutable(Runner):
         """The code of the step: this object."""
         return self
 
-    @property
+    @functools.cached_property
     def last(self) -> Executable:
         """The executable of the last micro-batch."""
         return self.runs[self.programs.last]

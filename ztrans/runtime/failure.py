@@ -1,15 +1,14 @@
 """Refuse a state that a failed step has half updated, and end a failed step on all ranks.
 
 A step updates its state in place, in part while backward still runs. If the step fails in between, some leaves are new
-and some are old, and the values do not show which. So the cause is recorded for each leaf of this state, and the next
-use of one raises an error. A step that fails before its first write leaves the old state.
+and some are old, and the values do not show which. So the failure is recorded for each leaf of this state (see
+`leaf_records`), and the next use of one raises an error. A step that fails before its first write leaves the old state.
 
 A rank whose step fails leaves the session of its mesh (see `session`), so that the step ends on all ranks. A signal
 handler may raise between any two lines of Python: wherever it interrupts a call, the call fails in the same way.
 
 A GPU runs a step after the call of the step has returned. `check_ended` waits for such steps before a state is read.
 
-The steps of each state are counted here, because errors name a step by its number, and ranks compare these numbers.
 `one_thread` refuses a second thread, whose messages would mix with the messages of the first.
 """
 
@@ -22,16 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import let_copies_end
+from ..calling.leaf_records import RECORDS, check_whole
 from .channels import LostRank, release_messages
 from .host_copies import release_carried_copies
 from .session import Session, all_sessions, in_one_line
 from .watch import described
-
-_causes = WeakIdKeyDictionary()  # a leaf of a half updated state -> the failure that caused this
-_steps = WeakIdKeyDictionary()  # the first tensor of a state -> the steps that the state has taken
 
 
 class Writes:
@@ -43,29 +39,6 @@ class Writes:
     def begin(self) -> None:
         """Called by the program before its first write."""
         self.begun = True
-
-
-def steps_of(leaves: Sequence[Any]) -> int:
-    """The number of steps that a state has taken since it was sharded, or since this process first saw it."""
-    first = _first_tensor(leaves)
-    return 0 if first is None else _steps.get(first, 0)
-
-
-def check_whole(leaves: Sequence[Any], name: str) -> None:
-    """Check that no failed step has left this state half updated.
-
-    Raises: RuntimeError if one has.
-    """
-    if not _causes:
-        return
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf in _causes:
-            raise RuntimeError(
-                f"{name}: this state is half updated, some leaves are new and some are old: {_causes[leaf]}.\n"
-                f"Load a checkpoint and go on from there: state = step.shard(loaded). With "
-                f'overlap_grads(update="last") a step writes nothing until every reduction is done, so most failures '
-                f"leave the old state whole."
-            )
 
 
 def check_ended(leaves: Sequence[Any], name: str) -> None:
@@ -84,12 +57,12 @@ def check_ended(leaves: Sequence[Any], name: str) -> None:
     check_whole(leaves, name)
 
 
-def check_launched(session: Session | None, name: str) -> None:
+def check_launched(session: Session, name: str) -> None:
     """Check the steps that the GPU has not ended. If another rank is lost in one of them, this process ends.
 
     Raises: RuntimeError if the GPU of this rank has failed, or an earlier step of this rank.
     """
-    if session is None or session.watcher is None:
+    if session.watcher is None:
         return
     watcher = session.watcher
     device_error = watcher.in_flight.device_error
@@ -124,9 +97,7 @@ def running(
             watcher.in_flight.record(event)
     if session is not None:
         session.in_step = 0
-    first = _first_tensor(leaves)
-    if first is not None:
-        _steps[first] = _steps.get(first, 0) + 1
+    RECORDS.of_state(leaves).steps += 1
 
 
 @contextlib.contextmanager
@@ -146,18 +117,18 @@ def ending_together(
     except BaseException as error:
         # An interrupt may arrive inside the exit of torch.no_grad().
         torch.set_grad_enabled(grad_enabled)
-        step_name = f"step {steps_of(leaves) + 1} of {name}"
+        step_name = f"step {RECORDS.of_state(leaves).steps + 1} of {name}"
         kind = type(error).__name__
         reason = in_one_line(error)
         if isinstance(error, GeneratorExit):
             # An interrupt arrived in the exit of this context, and Python closes its generator later.
             kind = reason = "an interrupt, such as KeyboardInterrupt"
         if writes.begun:
-            _record_half_updated(leaves, f"{step_name} failed with {kind}")
+            RECORDS.refuse(leaves, f"{step_name} failed with {kind}")
         if session is not None and isinstance(error, LostRank):
             loss = session.lost(step_name, error)
-            if writes.begun:
-                _record_half_updated(leaves, loss.reason)
+            if writes.begun and loss.reason:
+                RECORDS.refuse(leaves, loss.reason)
             raise LostRank(f"{loss}\n{_remark_on_state(leaves)}", loss.reason) from error
         if session is not None:
             release_messages(error)
@@ -189,17 +160,6 @@ def one_thread(lock: threading.RLock, name: str) -> Iterator[None]:
 
 def _remark_on_state(leaves: Sequence[Any]) -> str:
     """The sentence of an error about the state, which this step or an interrupted one before may have half updated."""
-    if any(isinstance(leaf, torch.Tensor) and leaf in _causes for leaf in leaves):
+    if RECORDS.failure(leaves):
         return "The state is half updated."
     return "The state is as it was before the step."
-
-
-def _record_half_updated(leaves: Sequence[Any], cause: str) -> None:
-    """Record why the state of these leaves is half updated, so that their next use raises an error."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            _causes[leaf] = cause
-
-
-def _first_tensor(leaves: Sequence[Any]) -> torch.Tensor | None:
-    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)

@@ -36,8 +36,11 @@ class Runner:
         """Whether a step on these inputs uses gathers that the step before has started."""
         return False
 
-    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises: ValueError if a call would not compute the step on these inputs. Nothing has been launched then."""
+    def check_state(self, state: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError if a call cannot update this state, which is not the one of the last call."""
+
+    def check_numbers(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError if a call would compute with other numbers than those among these inputs."""
 
     def step_ended(self, inputs: Inputs) -> None:
         """Let the next step use what this one leaves to it. Called after a step on these inputs has succeeded."""

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling.host_memory import copied_to
+from ..calling.leaf_records import RECORDS
 from ..calling.meta_leaves import Number, fill_of, mark_unwritten
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, MemoryKind, Split
@@ -31,7 +31,6 @@ from .mesh import check_runs
 from .replicas import agree_on_state
 
 State = TypeVar("State")
-_meshes = WeakIdKeyDictionary()  # a leaf -> the mesh of the step that it was sharded for
 
 
 def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
@@ -40,7 +39,7 @@ def mesh_of_state(leaves: Iterable[Any]) -> DeviceMesh | None:
     This is the mesh of its step, even if no leaf lives on all of its axes. Where the step is not known, as for copies
     of the leaves, it is the largest mesh of a leaf.
     """
-    meshes = [_meshes.get(x, x.device_mesh) for x in leaves if isinstance(x, DTensor)]
+    meshes = [RECORDS.of(x).mesh or x.device_mesh for x in leaves if isinstance(x, DTensor)]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
@@ -79,7 +78,7 @@ def shard_state(
     for leaf, layout, leaf_axes, memory in zip(leaves, layouts, axes, memories):
         part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
         part = _copied_to(memory, part) if memory != "device" else part
-        _meshes[part] = mesh
+        RECORDS.of(part).mesh = mesh
         # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
             mark_unwritten(part, leaf)

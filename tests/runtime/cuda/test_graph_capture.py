@@ -18,6 +18,7 @@ from tests.support.fake_cuda import FakeCuda
 from tests.support.programs import CASES
 from tests.support.worlds import batches
 from ztrans import ops
+from ztrans.calling.leaf_records import check_whole
 from ztrans.compiled import LocalProgram
 from ztrans.ops import tables
 from ztrans.ops.tables import on_device
@@ -32,7 +33,7 @@ from ztrans.runtime.cuda.graph_capture import (
     with_rates,
 )
 from ztrans.runtime.executable import executable
-from ztrans.runtime.failure import Writes, check_whole
+from ztrans.runtime.failure import Writes
 from ztrans.runtime.session import session_of
 
 
@@ -292,6 +293,22 @@ def test_a_learning_rate_of_a_lifted_loop_is_read_at_every_call(monkeypatch):
     assert [e.op for e in graph.eqns].count(torch.ops.aten._to_copy.default) == 1
     assert {e.kwargs["lr"].dtype for e in graph.eqns if "lr" in e.kwargs} == {torch.float32}
     assert cuda.graphs[0].replays == 4
+
+
+def test_a_capture_has_the_state_of_its_call_even_if_that_call_fails(monkeypatch):
+    data = [(batch_of(k),) for k in range(3)]
+    compiled, cuda, _ = captured(step, state_of(), data[0])
+    state, _ = compiled(state_of(), *data[0])
+
+    def interrupt(tensors):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.autograd.graph, "increment_version", interrupt)
+        compiled(state_of(1), *data[1])
+    assert cuda.graphs[0].replays == 1
+    with pytest.raises(ValueError, match="is not where it was when the step was captured"):
+        compiled(state, *data[2])
 
 
 @pytest.mark.slow

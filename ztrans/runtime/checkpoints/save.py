@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ...calling.leaf_records import RECORDS
 from ...calling.trees import named_leaves
 from ...ir.axes import members_of
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor, mesh_axes
 from ..agreement import agree, different_steps, from_first
 from ..channels import Channel
-from ..failure import check_ended, steps_of
+from ..failure import check_ended
 from ..replicas import different_leaf, digest
 from ..session import rank_names, session_of
 from ..state import mesh_of_state
@@ -83,7 +84,8 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     channel = None
     nonce = secrets.token_hex(4)
     if mesh is not None and not session_of(mesh).is_alone:
-        channel = _agreed_channel(target, tensors, steps_of(leaves), mesh)
+        steps = RECORDS.of_state(leaves).steps
+        channel = _agreed_channel(target, tensors, steps, mesh)
         nonce = from_first(nonce, mesh)
     writer = FolderWriter(target, nonce)
     try:

@@ -224,15 +224,6 @@ class Capture(Runner):
         """Whether the next call replays a graph."""
         return self.captured is not None
 
-    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check, before anything is launched, that a replay would compute what the step computes.
-
-        Raises: ValueError if the state is not where it was when the step was captured, or if a number that a kernel
-            takes by value has changed.
-        """
-        self._check_same_values(inputs)
-        self._check_same_state(inputs)
-
     def close(self) -> None:
         """Release the graph and its memory. The next call is a first call again, with any state.
 
@@ -302,7 +293,8 @@ class Capture(Runner):
         self.captured_values = {i: inputs[i].item() for i in self.taken_by_value}
         atexit.register(_close, weakref.ref(self))
 
-    def _check_same_values(self, inputs: Sequence[torch.Tensor]) -> None:
+    def check_numbers(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError if a number that a kernel takes by value is not what it was when the step was captured."""
         for i, captured_value in self.captured_values.items():
             value = inputs[i].item()
             if captured_value != value:
@@ -315,8 +307,9 @@ class Capture(Runner):
                     f"cuda_graph."
                 )
 
-    def _check_same_state(self, inputs: Sequence[torch.Tensor]) -> None:
-        for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, inputs)):
+    def check_state(self, state: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError if a leaf is not where it was when the step was captured."""
+        for i, (v, old, x) in enumerate(zip(self.graph.inputs, self.inputs, state)):
             if i in self.buffers or i in self.taken_by_value:
                 continue
             if old.data_ptr() != x.data_ptr():

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...calling.inputs import Inputs
-from ...calling.snapshot import Snapshot
+from ...calling.leaf_records import Snapshot
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.liveness import liveness
 from ...ir.op_facts import CAST, op_facts
