@@ -90,8 +90,7 @@ def make_runner(
 
 def changed_leaves(graph: Graph) -> list[int]:
     """The positions of the leaves of the state that a program changes."""
-    leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
-    return [i for i, (old, new) in enumerate(leaves) if new is not old]
+    return [i for i, (old, new) in enumerate(graph.leaves) if new is not old]
 
 
 def _eager(

@@ -180,9 +180,9 @@ class Compiled(Printed):
         numbers = [i for i, leaf in enumerate(inputs.state) if not isinstance(leaf, torch.Tensor)]
         with self._step(inputs, numbers) as (run, tensors):
             outputs = run(tensors)
-        # The program on this rank may have hidden leaves, such as copies of parameters, after the user's state.
-        num_state = self.lowered.graph.num_state
-        del outputs[num_state : self.graph.num_state]
+        half_weights = self._local_program.half_weights
+        if half_weights is not None:
+            half_weights.remove_from(outputs)
         # The storage of a leaf now holds its new value. Return the leaf that the caller passed, maybe a DTensor.
         for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
@@ -456,7 +456,7 @@ class Compiled(Printed):
         self._check_device(inputs)
         # On a single rank every layout is the whole leaf.
         if self._mesh is not None and self._mesh.size() > 1:
-            layouts = [v.layout for v in graph.inputs[: graph.num_state]]
+            layouts = [v.layout for v in graph.state]
             paths = recording.signature.paths
             check_laid_out(
                 graph.name, self._mesh, recording.axes, paths, inputs.state, layouts, lowered=True
@@ -500,7 +500,7 @@ class Compiled(Printed):
             graph = runner.executable.graph
             contract = None
             if mesh is not None:
-                axes = lowered.recording.axes[: self.lowered.graph.num_state]
+                axes = lowered.recording.axes
                 contract = Contract(graph, update_hash(lowered.unordered), mesh, axes)
             return LocalProgram(
                 dataclasses.replace(lowered, graph=graph),

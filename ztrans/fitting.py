@@ -287,7 +287,7 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
         if e.region != "update":
             read_before.update(e.ins)
     leaves_in_parts: list[tuple[str, Var]] = []
-    for v in graph.inputs[: graph.num_state]:
+    for v in graph.state:
         part, dot, _ = v.name.partition(".")
         if dot:
             leaves_in_parts.append((part, v))

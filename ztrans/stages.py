@@ -396,10 +396,10 @@ class Traced(Printed):
         graph, history = _through(graph, history, passes(plan))
 
         # Each leaf of the state has axes of its own. All other inputs are distributed over all axes.
-        state = zip(graph.inputs, meta_leaves(graph))
+        state = zip(graph.state, meta_leaves(graph))
         axes = [axes_of(self.transforms, v.name, leaf) for v, leaf in state]
         every_axis = all_axes(self.transforms, axes)
-        axes += [every_axis for _ in graph.inputs[graph.num_state :]]
+        axes += [every_axis for _ in graph.arguments]
 
         if cluster is None:
             cluster = default_cluster(self._default_device(), graph.axes)
@@ -606,7 +606,7 @@ class Lowered(Printed):
         new_leaves = join_state(graph, results)
         tree = recording.tree_of_results(graph.added)
         # The last results are futures for the next step.
-        end = len(graph.outputs) - graph.carried
+        end = num_state + len(graph.results)
         outputs = []
         for result in results:
             new_state, output = pytree.tree_unflatten([*new_leaves, *result[num_state:end]], tree)

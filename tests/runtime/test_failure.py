@@ -172,7 +172,7 @@ def test_with_update_last_the_state_is_written_after_the_last_wait(name, stage):
         for ts in (LAST, ALL)
     ]
     graph = lowered[0].graph
-    given, start, state = donation(graph), first_write(graph), set(graph.inputs[: graph.num_state])
+    given, start, state = donation(graph), first_write(graph), set(graph.state)
     assert all(e.op is not WAIT and e.region == "update" for e in graph.eqns[start:])
     for e in graph.eqns[:start]:
         assert e not in given.in_place_ops or not any(
@@ -192,7 +192,7 @@ def test_state_that_forward_changes_is_written_at_the_end_too():
     step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *LAST)(step)
     graph = step.lower(state, torch.randn(8, 4)).graph
     given, start = donation(graph), first_write(graph)
-    counters = {v for v in graph.inputs[: graph.num_state] if "num_batches" in v.name}
+    counters = {v for v in graph.state if "num_batches" in v.name}
     writes = [
         i
         for i, e in enumerate(graph.eqns)

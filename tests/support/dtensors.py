@@ -113,7 +113,7 @@ def joined(
 ) -> list[torch.Tensor]:
     """The whole leaves of the state, from the local tensors of all ranks."""
     places, leaves = coordinates(program.graph.mesh), []
-    for i, v in enumerate(program.graph.inputs[: program.graph.num_state]):
+    for i, v in enumerate(program.graph.state):
         own = program.recording.user_shardings[i]
         cuts = [(s.axis, s.dim) for s in v.layout if isinstance(s, Split)]
         cuts += (

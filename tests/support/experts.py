@@ -138,7 +138,7 @@ def trained(
         outs = lockstep(graph, [[*s, part] for s, part in zip(states, x.chunk(len(places)))])
         states = [out[: graph.num_state] for out in outs]
     leaves = []
-    for i, v in enumerate(graph.inputs[: graph.num_state]):
+    for i, v in enumerate(graph.state):
         has = lambda at, e, v=v: at["ep"] == e or not is_expert(v.name)
         parts = [
             _joined(v, [s[i] for s, at in zip(states, places) if has(at, e)]) for e in range(ranks)

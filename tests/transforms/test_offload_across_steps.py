@@ -33,7 +33,7 @@ def same(a, b) -> bool:
 
 def carried(graph) -> list[str]:
     """The leaves of a program whose copies to the host go on after the step."""
-    return [v.name for v in graph.inputs[: graph.num_state] if v.future]
+    return [v.name for v in graph.state if v.future]
 
 
 def lower(*transforms: zt.Transform, name: str = "clipped", cluster=SLOW):
@@ -69,7 +69,7 @@ def test_each_leaf_is_waited_for_before_it_is_read_and_left_when_it_is_written()
     graph = lower(ACROSS).graph
     index = {v: i for i, e in enumerate(graph.eqns) for v in e.results}
     assert len(carried(graph)) == 8
-    for leaf, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+    for leaf, new in graph.leaves:
         if leaf.future:
             (wait,) = [e for e in graph.eqns if leaf in e.ins]
             (copy,) = [e for e in graph.eqns if e.op is TO_DEVICE and wait.out in e.ins]

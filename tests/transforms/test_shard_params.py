@@ -114,12 +114,8 @@ def test_the_peak_falls_with_the_stage():
         lowered = on_ranks(CASES["gpt_adam"], 4, shard, *ALL, cluster=cpus)
         memory = lowered.memory_analysis()
         peaks[stage] = memory.peak - sum(v.numel * v.dtype.itemsize for v in lowered.graph.batch)
-        whole = sum(
-            v.numel * v.dtype.itemsize for v in lowered.graph.inputs[: lowered.graph.num_state]
-        )
-        rows = [
-            (v.shape, v.dtype.itemsize) for v in lowered.graph.inputs[: lowered.graph.num_state]
-        ]
+        whole = sum(v.numel * v.dtype.itemsize for v in lowered.graph.state)
+        rows = [(v.shape, v.dtype.itemsize) for v in lowered.graph.state]
         ceil = sum((-(-s[0] // 4) * torch.Size(s[1:]).numel() if s else 1) * b for s, b in rows)
         assert memory.state == (whole if stage == 0 else ceil)
     assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]

@@ -75,7 +75,7 @@ def check_donation(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
 
     Raises: TypeError that names the leaf, or the two inputs that share memory.
     """
-    for v, x in zip(graph.inputs[: graph.num_state], inputs):
+    for v, x in zip(graph.state, inputs):
         # Only in inference mode does PyTorch let a step write to inference tensors.
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise _not_writable(graph, f"{v.name} was made under torch.inference_mode()")
@@ -97,7 +97,7 @@ def check_memory(graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     # On CPUs both memories are the same.
     if device_of(inputs) is None:
         return
-    for v, x in zip(graph.inputs[: graph.num_state], inputs):
+    for v, x in zip(graph.state, inputs):
         if v.memory == "host" and not is_pinned(x):
             place = "in memory that is not pinned" if x.is_cpu else f"on {x.device}"
             raise TypeError(

@@ -128,7 +128,7 @@ class _StorageOwners:
         self.root = lifetimes.root
         self.last = dict(lifetimes.last)
         self.inputs = set(graph.inputs)
-        self.state = set(graph.inputs[: graph.num_state])
+        self.state = set(graph.state)
         self.read_after = {lifetimes.root[v] for v in read_after_step(graph)}
         self.writes_from = first_write(graph)
         self.writable = self.state | {v for v, _ in graph.donated}

@@ -250,19 +250,22 @@ class Eqn:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A program. Its first `num_state` inputs are the train state, and its first `num_state` outputs are the new state.
+    """A program. Its inputs and outputs are flat, in groups that follow each other:
+
+        inputs     state, then arguments, then carried_inputs
+        outputs    new_state, then results, then carried_outputs
 
     Attributes:
-        batch: the inputs that differ from rank to rank.
+        num_state: the number of leaves of the state, old and new.
+        batch: the arguments that differ from rank to rank.
         mesh: the axes of the mesh and their sizes.
         joint: the names of joint axes, and of neighbours on an axis (see `axes`).
         leaf_shapes: the shapes of the state leaves before the step itself divides them.
         hints: what transforms ask of the plan.
         zero_stage: the ZeRO stage, if there is one.
         micro: the number of micro-batches; the program is written for one of them (see `micro_batches`).
-        donated: inputs outside the state that the program may overwrite, each with the result that replaces it.
-        carried: the number of futures of gathers that pass from step to step (see `across_steps`). The last inputs are
-            the futures that the previous step started, and the last outputs are the futures for the next step.
+        donated: arguments that the program may overwrite, each with the result that replaces it.
+        carried: the number of futures of gathers that pass from step to step (see `across_steps`).
         transforms: the transforms that were applied, in order.
         added: the names of the outputs that transforms added.
     """
@@ -310,10 +313,41 @@ class Graph:
         """The size of each axis of the mesh, of each joint axis, and of each set of neighbours."""
         return with_joint_sizes(dict(self.mesh), self.joint)
 
+    def with_leaves(self, leaves: Iterable[tuple[Var, Var]]) -> Graph:
+        """This program with more leaves of the state, after the others: their old and new values."""
+        old, new = zip(*leaves)
+        shapes = self.leaf_shapes and (*self.leaf_shapes, *(v.shape for v in old))
+        return self.replace(
+            inputs=(*self.state, *old, *self.inputs[self.num_state :]),
+            outputs=(*self.new_state, *new, *self.outputs[self.num_state :]),
+            num_state=self.num_state + len(old),
+            leaf_shapes=shapes,
+        )
+
     @property
-    def tensor_inputs(self) -> tuple[Var, ...]:
-        """The inputs without the carried futures."""
-        return self.inputs[: len(self.inputs) - self.carried]
+    def state(self) -> tuple[Var, ...]:
+        """The leaves of the state before the step."""
+        return self.inputs[: self.num_state]
+
+    @property
+    def new_state(self) -> tuple[Var, ...]:
+        """The leaves of the state after the step."""
+        return self.outputs[: self.num_state]
+
+    @functools.cached_property
+    def leaves(self) -> tuple[tuple[Var, Var], ...]:
+        """Each leaf of the state before and after the step."""
+        return tuple(zip(self.state, self.new_state))
+
+    @property
+    def arguments(self) -> tuple[Var, ...]:
+        """The inputs besides the state and the carried futures: the batch, and numbers."""
+        return self.inputs[self.num_state : len(self.inputs) - self.carried]
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The outputs besides the state and the carried futures."""
+        return self.outputs[self.num_state : len(self.outputs) - self.carried]
 
     @property
     def carried_inputs(self) -> tuple[Var, ...]:
@@ -332,7 +366,7 @@ class Graph:
         They are the futures of carried gathers, and leaves of the state that are being copied to the host.
         """
         futures = {}
-        for old, new in zip(self.inputs[: self.num_state], self.outputs):
+        for old, new in self.leaves:
             if isinstance(new, Var) and new.future:
                 futures[new] = old
         futures.update(zip(self.carried_outputs, self.carried_inputs))

@@ -117,7 +117,7 @@ def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.
     ranks = []
     for rank_coordinates in coordinates(graph.mesh, graph.joint):
         parts = []
-        for v, leaf in zip(graph.inputs, state):
+        for v, leaf in zip(graph.state, state):
             split = v.split
             if split is not None:
                 index = rank_coordinates[split.axis]
@@ -129,12 +129,14 @@ def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.
 
 def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """The full flat state, joined from the parts of all ranks: the inverse of `split_state`."""
-    full = list(ranks[0][: graph.num_state])
-    for i, v in enumerate(graph.inputs[: graph.num_state]):
+    full = []
+    for i, v in enumerate(graph.state):
+        leaf = ranks[0][i]
         if v.split is not None:
             # All groups along this axis hold the same parts, so take the first.
             group = _groups(graph, v.split.axis)[0]
-            full[i] = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
+            leaf = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
+        full.append(leaf)
     return full
 
 

@@ -41,7 +41,6 @@ def changing(graph: Graph) -> set[Var]:
     They depend on the batch without a mark in between, or on leaves of the state that change with every micro-batch.
     """
     changing_values = set(graph.batch)
-    leaves = list(zip(graph.inputs, graph.outputs[: graph.num_state]))
     while True:
         for e in graph.eqns:
             is_mark = rules(e).over_all_micro_batches
@@ -49,8 +48,8 @@ def changing(graph: Graph) -> set[Var]:
             if reads_changing or _draws_before_the_update(e):
                 changing_values.update(e.results)
         # The next micro-batch reads the changed leaves, so what depends on them changes too: search again.
-        changed_leaves = {old for old, new in leaves if new in changing_values} - changing_values
-        if not changed_leaves:
+        changed_leaves = {old for old, new in graph.leaves if new in changing_values}
+        if changed_leaves <= changing_values:
             return changing_values
         changing_values |= changed_leaves
 
@@ -65,7 +64,8 @@ class MicroBatchPrograms:
         last: takes sums, the joined parts of all earlier micro-batches, and kept values, and returns the outputs of the
             whole program. A step of one micro-batch has the whole program in all three places.
         micro: the number of micro-batches.
-        sums, joins: the number of summed values, and of joined values.
+        sums: the number of summed values.
+        joined_parts: for each joined value, the part of one micro-batch.
     """
 
     first: Graph
@@ -73,7 +73,7 @@ class MicroBatchPrograms:
     last: Graph
     micro: int
     sums: int
-    joins: int
+    joined_parts: tuple[Var, ...]
 
     @property
     def runs(self) -> tuple[tuple[Graph, int], ...]:
@@ -110,15 +110,15 @@ class _Marks(NamedTuple):
     kept_values: list[Var]
 
     @property
-    def joined_parts(self) -> list[Var]:
+    def joined_parts(self) -> tuple[Var, ...]:
         """The values of this micro-batch that are to be joined with the others."""
-        return [e.args[0] for e in self.joins]
+        return tuple(e.args[0] for e in self.joins)
 
 
 def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
     """The programs that run one after the other for the micro-batches of a step. Of one, it is the program itself."""
     if graph.micro == 1:
-        return MicroBatchPrograms(graph, graph, graph, micro=1, sums=0, joins=0)
+        return MicroBatchPrograms(graph, graph, graph, micro=1, sums=0, joined_parts=())
     graph = _without_kept_inputs(graph)
     marks = _Marks({}, {}, [])
     for e in graph.eqns:
@@ -135,7 +135,7 @@ def micro_batch_programs(graph: Graph) -> MicroBatchPrograms:
         _last(graph, marks),
         graph.micro,
         len(marks.sums),
-        len(marks.joins),
+        marks.joined_parts,
     )
 
 
@@ -183,8 +183,7 @@ def _adds(marks: _Marks) -> dict[Eqn, Eqn]:
 def _state(graph: Graph) -> list[Var]:
     """The leaves of the state after a micro-batch before the last: the new ones where it changes them."""
     changing_values = changing(graph)
-    leaves = zip(graph.inputs[: graph.num_state], graph.outputs)
-    return [new if new in changing_values else old for old, new in leaves]
+    return [new if new in changing_values else old for old, new in graph.leaves]
 
 
 def _without_update(graph: Graph) -> Graph:
@@ -269,10 +268,10 @@ class Carry:
         self.state = list(inputs[:n])
         self.done = 0  # micro-batches
         self.batches = [
-            _rows(graph, v, x) for v, x in zip(graph.inputs[n:], inputs[n:], strict=True)
+            _rows(graph, v, x) for v, x in zip(graph.arguments, inputs[n:], strict=True)
         ]
         self.sums: list[torch.Tensor] = []
-        self.joins: list[list[torch.Tensor]] = [[] for _ in range(programs.joins)]
+        self.joins: list[list[torch.Tensor]] = [[] for _ in programs.joined_parts]
         self.kept_values: list[torch.Tensor] = []
 
     def inputs(self) -> list[torch.Tensor]:

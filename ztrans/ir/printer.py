@@ -171,7 +171,7 @@ def entries(graph: Graph, full: bool = False) -> Iterator[Entry]:
     """The entries of a program in order."""
     yield _entry(header(graph))
     yield _entry(f"def {graph.name}(")
-    for var in graph.tensor_inputs:
+    for var in (*graph.state, *graph.arguments):
         yield _entry(f"    {var.name}: {var.type},")
     if graph.carried:
         yield _entry("    # carried from the step before:")
@@ -210,8 +210,8 @@ def _returned(graph: Graph, full: bool) -> tuple[str, ...]:
         for x in outputs:
             lines += wrap(f"    {x},")
         return (*lines, "  )")
-    state, others = outputs[: graph.num_state], outputs[graph.num_state :]
-    folded = [fold(values) for values in (state, others) if values]
+    groups = (graph.new_state, (*graph.results, *graph.carried_outputs))
+    folded = [fold([value(x) for x in group]) for group in groups if group]
     return tuple(wrap("  return " + ", ".join(folded)))
 
 

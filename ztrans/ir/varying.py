@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from .axes import members
 from .collectives import role, rules
 from .dependencies import needed
-from .graph import Eqn, Graph, Var, producers, variables
+from .graph import Eqn, Graph, Var, producers
 from .op_facts import is_random
 from .rules import Axes
 from .user_collectives import is_user_start, scatters
@@ -61,8 +61,7 @@ def replicated_equations(graph: Graph) -> set[Eqn]:
     for v, e in producers(graph.eqns).items():
         if not is_user_start(e) and role(e) not in ("grad", "pmean", "state"):
             makers[v] = e
-    new_state = variables(graph.outputs[: graph.num_state])
-    return needed((makers[v] for v in new_state if v in makers), makers)
+    return needed((makers[v] for v in graph.new_state if v in makers), makers)
 
 
 def _draws_on_shards(eqn: Eqn, axes_of: Varying) -> bool:

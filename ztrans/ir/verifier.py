@@ -118,15 +118,14 @@ def _check_outputs(graph: Graph, values: _Bindings) -> None:
 
 
 def _check_state(graph: Graph) -> None:
-    state = graph.inputs[: graph.num_state]
-    if len(graph.outputs) < len(state):
+    if len(graph.outputs) < graph.num_state:
         raise ProgramError(
-            f"{len(state)} leaves of state come back as {len(graph.outputs)} outputs"
+            f"{graph.num_state} leaves of state come back as {len(graph.outputs)} outputs"
         )
 
     # Most programs carry nothing, so the table of producers is made only for those with futures.
     makers = producers(graph.eqns) if graph.carried_futures else {}
-    for old, new in zip(state, graph.outputs):
+    for old, new in graph.leaves:
         if not isinstance(new, Var) or not old.is_like(new) or old.future != new.future:
             raise ProgramError(f"state {old} comes back as {new}")
         if new.future and not (new in makers and is_copy(makers[new]) and new.memory != "device"):
@@ -135,11 +134,11 @@ def _check_state(graph: Graph) -> None:
 
 def _check_carried(graph: Graph) -> None:
     """Check that each carried future is a gather of new leaves, with the type of the input that receives it."""
-    for var in graph.tensor_inputs[graph.num_state :]:
+    for var in graph.arguments:
         if var.future:
             raise ProgramError(f"input {var} is a future, but the step does not carry it")
 
-    new_leaves = set(graph.outputs[: graph.num_state])
+    new_leaves = set(graph.new_state)
     makers = producers(graph.eqns) if graph.carried else {}
     for old, new in zip(graph.carried_inputs, graph.carried_outputs):
         start = makers.get(new)

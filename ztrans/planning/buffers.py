@@ -108,9 +108,8 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
     first_rank = dict.fromkeys(graph.axes, 0)
     starts = pair(graph).starts
     found_storages = _carried_storages(graph, donated)
-    for i, v in enumerate(graph.tensor_inputs):
-        kind = "state" if i < graph.num_state else "batch"
-        found_storages.append(Storage(v, size(v), kind, 0, end))
+    found_storages += (Storage(v, size(v), "state", 0, end) for v in graph.state)
+    found_storages += (Storage(v, size(v), "batch", 0, end) for v in graph.arguments)
     for i, e in enumerate(graph.eqns):
         for k, out in enumerate(e.outs):
             if out is not None and donated.owner[out] is out:

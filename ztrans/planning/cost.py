@@ -240,7 +240,7 @@ def memory(graph: Graph) -> Memory:
     """
     if graph.micro > 1:
         return _highest_micro_batch(graph)
-    state = sum(map(device_bytes(graph), graph.inputs[: graph.num_state]))
+    state = sum(map(device_bytes(graph), graph.state))
     if not graph.eqns:
         return Memory((), state, None, (), state)
     memories = by_memory(storages(graph, donation(graph)))
@@ -281,8 +281,7 @@ def bytes_of_others(graph: Graph, programs: MicroBatchPrograms) -> dict[Graph, i
     """
     size = local_bytes(graph)
     batch = (graph.micro - 1) * sum(size(v) for v in graph.inputs if is_cut(graph, v))
-    joined_outputs = programs.first.outputs[graph.num_state + programs.sums :][: programs.joins]
-    joined = (graph.micro - 2) * sum(size(v) for v in joined_outputs)
+    joined = (graph.micro - 2) * sum(map(size, programs.joined_parts))
     other_bytes = dict.fromkeys(programs.different, batch)
     if programs.middle in other_bytes:
         other_bytes[programs.middle] += joined

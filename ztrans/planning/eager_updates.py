@@ -104,7 +104,7 @@ def _awaited_values(s: Skeleton, movable: Movable) -> dict[Eqn, set[Var]]:
     root = s.lifetimes.root
     owner = donation(s.graph).owner
     readers = users(s.graph)
-    state = set(s.graph.inputs[: s.graph.num_state])
+    state = set(s.graph.state)
     outputs = set(variables(s.graph.outputs))
     available = _available(s, movable, outputs)
     temporaries = available - outputs

@@ -99,7 +99,7 @@ def ranks_may_help(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> b
     """
     size = local_bytes(graph)
     shard_bytes = 0
-    for leaf in graph.inputs[: graph.num_state]:
+    for leaf in graph.state:
         if leaf.split is not None and leaf.memory == kind:
             shard_bytes += size(leaf)
     return shard_bytes > 0 and peak - shard_bytes <= limit

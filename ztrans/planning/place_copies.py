@@ -111,7 +111,7 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
         capacity = cluster.tiers[kind].capacity
         if peak <= capacity:
             continue
-        has_leaves = any(v.memory == kind for v in graph.inputs[: graph.num_state])
+        has_leaves = any(v.memory == kind for v in graph.state)
         advice = "Choose fewer leaves with `where`" if has_leaves else f"Move less to the {kind}"
         if ranks_may_help(graph, kind, peak, capacity):
             advice += ", or shard the state over more ranks"

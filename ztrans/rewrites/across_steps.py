@@ -62,10 +62,9 @@ def _first_gathers(graph: Graph, at_start: Collection[str]) -> list[Eqn]:
     batch size an operation may precede them. A leaf that shares its new value with another leaf is left out: without a
     previous step, the program would not say which of the two to gather.
     """
-    new_leaves = graph.outputs[: graph.num_state]
-    times_returned = Counter(new_leaves)
+    times_returned = Counter(graph.new_state)
     carriable_leaves = set()
-    for leaf, new_leaf in zip(graph.inputs, new_leaves):
+    for leaf, new_leaf in graph.leaves:
         if times_returned[new_leaf] == 1:
             carriable_leaves.add(leaf)
     gathers = []
@@ -105,7 +104,7 @@ def _insert_starts(new: Rewriter, starts: Sequence[Eqn]) -> None:
 def _next_gathers(new: Rewriter, first_gathers: Sequence[Eqn]) -> list[Eqn]:
     """The first gathers of the next step, which gather the new leaves."""
     graph = new.graph
-    new_leaf = dict(zip(graph.inputs[: graph.num_state], graph.outputs))
+    new_leaf = dict(graph.leaves)
     starts = []
     for e in first_gathers:
         members = [new_leaf[v] for v in e.ins]
@@ -128,7 +127,7 @@ class CarriedStart(NamedTuple):
 def carried_starts(graph: Graph) -> list[CarriedStart]:
     """The gathers that a program starts for the next step, in the order of the carried futures."""
     makers = producers(graph.eqns)
-    position = {v: i for i, v in enumerate(graph.outputs[: graph.num_state])}
+    position = {v: i for i, v in enumerate(graph.new_state)}
     starts = []
     for e in dict.fromkeys(makers[v] for v in graph.carried_outputs):
         leaves = tuple(position[v] for v in e.ins)
@@ -143,7 +142,7 @@ def gathers_before(graph: Graph) -> Graph:
         members = [graph.inputs[i] for i in start.leaves]
         eqns.append(start.eqn.replace(args=(members,)))
     return graph.replace(
-        inputs=graph.tensor_inputs,
+        inputs=(*graph.state, *graph.arguments),
         eqns=tuple(eqns),
         outputs=graph.carried_outputs,
         num_state=0,

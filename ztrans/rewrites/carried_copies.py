@@ -34,7 +34,7 @@ def carriable_copies(graph: Graph) -> dict[Eqn, Var]:
     root = liveness(graph).root
     callers_storages = {root[v] for v in (*graph.inputs, *times_returned)}
     copies = {}
-    for leaf, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+    for leaf, new in graph.leaves:
         wait = makers.get(new)
         start = makers.get(wait.ins[0]) if wait is not None and wait.ins else None
         if start is None or start.kwargs.get("over") is not leaf:

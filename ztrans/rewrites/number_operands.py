@@ -63,7 +63,7 @@ def is_setting(v: Var) -> bool:
 
 def settings(graph: Graph) -> frozenset[Var]:
     """The numbers among the inputs of a program."""
-    return frozenset(v for v in graph.tensor_inputs[graph.num_state :] if is_setting(v))
+    return frozenset(v for v in graph.arguments if is_setting(v))
 
 
 def with_number_operands(graph: Graph, on_host: Collection[Var]) -> Graph:

@@ -241,7 +241,7 @@ def to_fx(
     in_kernels = frozenset(eqn for group in kernels for eqn in group)
     donated = donation(graph, in_kernels) if donate else Donation({}, {}, {}, {})
     units = list(_units(graph, groups, kernels, donated))
-    first_write = _first_write(units, kernels, donated, graph.inputs[: graph.num_state])
+    first_write = _first_write(units, kernels, donated, graph.state)
 
     out = fx.Graph()
     emission = Emission(
@@ -277,7 +277,7 @@ def to_fx(
 
 def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
     """Emit the call that takes over the copies to the host that the previous step has left in progress."""
-    leaves = [v for v in graph.inputs[: graph.num_state] if v.future]
+    leaves = [v for v in graph.state if v.future]
     copies_beside_compute = emission.transports.are_beside_compute and any(map(is_copy, graph.eqns))
     if leaves or copies_beside_compute:
         call = emission.out.call_function(copies.take, tuple(emission.nodes[v] for v in leaves))
@@ -286,7 +286,7 @@ def _take_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> Non
 
 def _put_copies(emission: Emission, graph: Graph, copies: CarriedCopies) -> None:
     """Emit the call that hands copies to the host, still in progress, to the next step. It returns the new leaves."""
-    leaves = [v for v in graph.outputs[: graph.num_state] if v.future]
+    leaves = [v for v in graph.new_state if v.future]
     if leaves:
         call = emission.out.call_function(copies.put, tuple(emission.nodes[v] for v in leaves))
         emission.bind(leaves, unpacked(emission.out, call, leaves))

@@ -69,7 +69,7 @@ class Contract:
         graph: the program.
         update: a hash of the update of the state (see `update_hash`).
         mesh: the mesh, once the program has the order in which it runs; None before.
-        axes: for each leaf of the state, the axes along which ranks hold the same values.
+        axes: for each input, the axes along which ranks hold the same values. Those of the state are read.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Contract:
         self.digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._numbers = _shared_numbers(graph)
         self._state_axes = axes
-        self._state_names = [v.name for v in graph.inputs[: graph.num_state]]
+        self._state_names = [v.name for v in graph.state]
         # Other scalars, such as the counters of an optimizer, are changed by the step itself, on all ranks alike.
         self._unchanged_scalars = []
-        for i, v in enumerate(graph.inputs[: len(axes)]):
-            if v.shape == () and graph.outputs[i] is v:
+        for i, (old, new) in enumerate(graph.leaves):
+            if old.shape == () and new is old:
                 self._unchanged_scalars.append(i)
 
     def terms(
@@ -166,13 +166,12 @@ def _different_gathers(uses_carried: Mapping[int, bool]) -> str:
 
 def _shared_numbers(graph: Graph) -> dict[int, str]:
     """The names, by position, of the numbers that the new state depends on, except through a reduction over ranks."""
-    read_alike = set(variables(graph.outputs[: graph.num_state]))
+    read_alike = set(graph.new_state)
     for eqn in replicated_equations(graph):
         read_alike.update(eqn.ins)
     names = {}
-    for i, v in enumerate(graph.inputs):
-        is_argument = i >= graph.num_state and not v.future
-        if is_argument and v in read_alike and v not in graph.batch:
+    for i, v in enumerate(graph.arguments, graph.num_state):
+        if v in read_alike and v not in graph.batch:
             names[i] = v.name
     return names
 

@@ -101,15 +101,15 @@ def aliased_outputs(graph: Graph) -> tuple[int, ...]:
     owner = donation(graph).owner
     donated_inputs = {v for v, _ in graph.donated}
     reused_owners = set()
-    for v in (*graph.inputs, *graph.outputs[: graph.num_state]):
-        if isinstance(v, Var) and v not in donated_inputs:
+    for v in (*graph.inputs, *graph.new_state):
+        if v not in donated_inputs:
             reused_owners.add(owner[v])
     for eqn in graph.eqns:
         if is_constant(eqn):
             reused_owners.add(owner[eqn.out])
     positions = []
-    for i, v in enumerate(graph.outputs):
-        if i >= graph.num_state and isinstance(v, Var) and owner[v] in reused_owners:
+    for i, v in enumerate(graph.results, graph.num_state):
+        if isinstance(v, Var) and owner[v] in reused_owners:
             positions.append(i)
     return tuple(positions)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ..ir.dependencies import depending
-from ..ir.graph import Demand, Eqn, Graph, Region, Var, variables
+from ..ir.graph import Demand, Eqn, Graph, Region, Var
 from ..ir.marks import GRADIENT, PMEAN, PSUM
 from ..ir.op_facts import is_random
 from ..ir.varying import varying
@@ -135,8 +135,7 @@ def _update_values(
     Values that depend on the batch are left out, and so are values that only the differentiated function or a backward
     uses.
     """
-    new_state = variables(graph.outputs[: graph.num_state])
-    update_values = {v for v in new_state if v not in batch_values}
+    update_values = {v for v in graph.new_state if v not in batch_values}
     for e in reversed(graph.eqns):
         if e.op is GRADIENT:
             update_values.update(v for v in e.args[1:] if v not in batch_values)
@@ -147,8 +146,7 @@ def _update_values(
 
 def _unreduced_values(graph: Graph, batch_values: Set[Var]) -> set[Var]:
     """The values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
-    new_state = variables(graph.outputs[: graph.num_state])
-    unreduced_values = {v for v in new_state if v in batch_values}
+    unreduced_values = {v for v in graph.new_state if v in batch_values}
     for e in reversed(graph.eqns):
         if _binds(e, unreduced_values) and e.op not in (PMEAN, PSUM):
             unreduced_values.update(v for v in e.ins if v in batch_values)

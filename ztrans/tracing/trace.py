@@ -73,8 +73,8 @@ def trace(
     def record() -> Recording:
         graph, traced = _traced_graph(step, device)
         if function.extra is not None:
-            pairs = zip(graph.inputs, graph.outputs[: graph.num_state])
-            function.extra.check_changed({old.name for old, new in pairs if new is not old})
+            changed = {old.name for old, new in graph.leaves if new is not old}
+            function.extra.check_changed(changed)
         return Recording(
             graph=graph,
             fx=traced.module,
@@ -196,7 +196,8 @@ def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, F
     )
     _check_state(graph, step.state)
     for value in traced.known:
-        if graph.outputs[value.position] is not graph.inputs[value.position]:
+        old, new = graph.leaves[value.position]
+        if new is not old:
             raise reads_changed(step.inputs[value.position].path, value.source, step.name)
     graph = _annotated(graph, facts)
     graph = with_kernels_chosen(graph, device == "cpu")
@@ -321,7 +322,7 @@ def _check_result(name: str, result: Any, state: Any) -> None:
 
 
 def _check_state(graph: Graph, state: Sequence[_Leaf]) -> None:
-    for old, new, leaf in zip(graph.inputs, graph.outputs, state):
+    for (old, new), leaf in zip(graph.leaves, state):
         if not isinstance(new, Var) or (old.dtype, old.shape) != (new.dtype, new.shape):
             got = new.type if isinstance(new, Var) else repr(new)
             raise ValueError(

@@ -111,9 +111,7 @@ def _with_marks(graph: Graph, sums_whole: bool) -> Graph:
         if e in once:
             for v in dict.fromkeys(e.ins):
                 update_readers.setdefault(v, []).append(e)
-    new_state = graph.outputs[: graph.num_state]
-    outputs = graph.outputs[graph.num_state :]
-    for v in variables(outputs):
+    for v in variables(graph.results):
         update_readers.setdefault(v, [])
 
     new = Rewriter(graph)
@@ -130,8 +128,8 @@ def _with_marks(graph: Graph, sums_whole: bool) -> Graph:
             combined[v] = _joined_rows(v, new)
         else:
             raise _not_averaged(v, mark, readers[0] if readers else None, new)
-    results = substitute(outputs, lambda v: combined.get(v, v))
-    return new.applied().replace(outputs=(*new_state, *results))
+    results = substitute(graph.results, lambda v: combined.get(v, v))
+    return new.applied().replace(outputs=(*graph.new_state, *results))
 
 
 # ---- what runs in each micro-batch
@@ -164,8 +162,7 @@ def _once_eqns(graph: Graph, gradients: Mapping[Var, Eqn], means: Mapping[Var, E
     repeated = [mark for mark in means.values() if mark.args[0] not in after_gradients]
     repeated += (e for e in graph.eqns if e.region != "update")
     needed_by_repeated = needed(repeated, makers)
-    new_state = variables(graph.outputs[: graph.num_state])
-    reaching_state = needed((makers[v] for v in new_state if v in makers), makers)
+    reaching_state = needed((makers[v] for v in graph.new_state if v in makers), makers)
 
     once: set[Eqn] = set()
     once_values = set(gradients)
@@ -190,7 +187,7 @@ def _check_state(graph: Graph, gradients: Mapping[Var, Eqn], updated: Set[Var]) 
     """
     trained = {mark.args[1] for mark in gradients.values()}
     makers = producers(graph.eqns)
-    for old, new in zip(graph.inputs, graph.outputs[: graph.num_state]):
+    for old, new in graph.leaves:
         if old in trained and new in updated:
             maker = makers.get(new)
             raise ValueError(

@@ -373,9 +373,9 @@ def _meta(leaf: object) -> torch.Tensor:
 
 def meta_leaves(graph: Graph) -> list[torch.Tensor]:
     """Meta tensors with the shapes and dtypes of the whole state leaves, before the step itself divides them."""
-    leaves = graph.inputs[: graph.num_state]
-    shapes = graph.leaf_shapes or [v.shape for v in leaves]
-    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in zip(leaves, shapes)]
+    shapes = graph.leaf_shapes or [v.shape for v in graph.state]
+    leaves = zip(graph.state, shapes)
+    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in leaves]
 
 
 # ---- options and their errors

@@ -68,7 +68,7 @@ def cast_on_shards(graph: Graph) -> Graph:
 
 def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Var]:
     """The starts of gathers of single state leaves that are cut along one dim, each with the gathered value."""
-    state = set(graph.inputs[: graph.num_state])
+    state = set(graph.state)
     gathers: dict[Eqn, Var] = {}
     for start, started in pair(graph).starts.items():
         if not rules(start).moves or start.kwargs["dtype"] is not None or len(start.outs) != 1:

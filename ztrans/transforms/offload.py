@@ -131,7 +131,7 @@ class Offload(Transform):
 
     def _with_moved_leaves(self, graph: Graph, where: Where) -> Graph:
         moving = _MovingLeaves(graph)
-        for v, leaf in zip(graph.inputs, meta_leaves(graph)):
+        for v, leaf in zip(graph.state, meta_leaves(graph)):
             kind = self.leaf_memory(v.name, leaf)
             if kind != "device":
                 moving.move(v, kind)
@@ -247,15 +247,17 @@ class _MovingLeaves:
 
     def applied(self) -> Graph:
         """The edited program, which also copies the new values of the leaves to their memories."""
-        outputs = [substitute(v, lambda v: self.on_device.get(v, v)) for v in self.graph.outputs]
-        for i, leaf in enumerate(self.graph.inputs[: self.graph.num_state]):
+        new_state = []
+        for leaf, new in self.graph.leaves:
+            value = self.on_device.get(new, new)
             if leaf in self.moved:
                 # If the step returns another leaf here, that leaf's value on the device is copied.
-                is_unchanged = self.graph.outputs[i] is leaf
                 moved = self.moved[leaf]
-                outputs[i] = moved if is_unchanged else self._copied_over(moved, outputs[i])
+                value = moved if new is leaf else self._copied_over(moved, value)
+            new_state.append(value)
+        results = substitute(self.graph.results, lambda v: self.on_device.get(v, v))
         inputs = tuple(self.moved.get(v, v) for v in self.graph.inputs)
-        return self.new.applied().replace(inputs=inputs, outputs=tuple(outputs))
+        return self.new.applied().replace(inputs=inputs, outputs=(*new_state, *results))
 
     def _copied_over(self, old: Var, new: Var) -> Var:
         """The new value of a leaf in its memory, over the old one."""
@@ -272,7 +274,7 @@ class _MovingLeaves:
 
 
 def _matches_none(where: Where, graph: Graph) -> ValueError:
-    names = [v.name for v in graph.inputs[: graph.num_state] if v.shape]
+    names = [v.name for v in graph.state if v.shape]
     option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
     return ValueError(
         f"offload: where={option} matches no leaf of the state of {graph.name} that has dims.\n"

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import joint_axis, members, members_of, members_of_flat
 from ..ir.collectives import rules
 from ..ir.dependencies import depending, reachable
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users, variables
+from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
 from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.source import where
@@ -277,8 +277,7 @@ class ShardParams(Transform):
             else:  # a group that is not an axis of the mesh may join ranks along any axis
                 unreduced.clear()
         depends_on_batch = depending(graph.eqns, graph.batch)
-        new_state = variables(graph.outputs[: graph.num_state])
-        is_trained = any(v in depends_on_batch for v in new_state)
+        is_trained = any(v in depends_on_batch for v in graph.new_state)
         if unreduced and is_trained:
             names = " and ".join(repr(axis) for axis, _ in graph.mesh if axis in unreduced)
             warnings.warn(
@@ -327,8 +326,7 @@ class _PsumQuotients:
         self.varying = varying(graph, axes)
         self.makers = producers(graph.eqns)
         self.readers = users(graph)
-        outputs = graph.outputs[graph.num_state :]
-        self.averaged_outputs = {v for v in outputs if v in self.varying and not v.shape}
+        self.averaged_outputs = {v for v in graph.results if v in self.varying and not v.shape}
 
     def divides_by_psum(self, e: Eqn) -> bool:
         """Whether an equation divides a varying value by an invariant one that depends on a `psum`."""

@@ -68,7 +68,7 @@ def rewritten(graph):
 
 
 def casts_of_weights(graph) -> int:
-    state = graph.inputs[: graph.num_state]
+    state = graph.state
     return sum(
         e.op is CAST and e.out.dtype != torch.float32 and e.ins[0] in state for e in graph.eqns
     )

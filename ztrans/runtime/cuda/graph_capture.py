@@ -86,11 +86,12 @@ def copied_inputs(graph: Graph, inputs: Sequence[torch.Tensor], device: str = "c
     """
     copied = []
     by_value = taken_by_value(graph)
+    new_leaves = dict(graph.leaves)
     for i, (v, x) in enumerate(zip(graph.inputs, inputs)):
         if i in by_value:
             continue
         is_elsewhere = x.device.type != device
-        if i >= graph.num_state or (is_elsewhere and graph.outputs[i] is v):
+        if v not in new_leaves or (is_elsewhere and new_leaves[v] is v):
             copied.append(i)
         elif is_elsewhere:
             raise ValueError(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -53,6 +54,10 @@ class HalfWeights:
         """The inputs of the program: the inputs that the user sees, and the copies."""
         return [*tensors[: self.num_state], *self.copies, *tensors[self.num_state :]]
 
+    def remove_from(self, outputs: list[Any]) -> None:
+        """Remove the copies from the outputs of the program."""
+        del outputs[self.num_state : self.num_state + len(self.copies)]
+
     def refresh(self, inputs: Inputs) -> None:
         """Cast the parameters that have changed since the last step, before a step on these inputs."""
         parameters = self._parameters
@@ -80,42 +85,32 @@ def with_half_weights(
     """
     casts = _casts(graph)
     makers = _makers(graph, casts, fuses)
-    positions = [i for i, v in enumerate(graph.inputs) if v in makers]
+    positions = [i for i, v in enumerate(graph.state) if v in makers]
     if not positions or graph.micro > 1:
         return graph, None
 
     new = Rewriter(graph)
-    old_copies: dict[Var, Var] = {}
-    new_copies: dict[Var, Var] = {}
+    hidden_leaves = []
     copies = []
     for i in positions:
-        parameter = graph.inputs[i]
+        parameter, new_parameter = graph.leaves[i]
         dtype = casts[parameter][0].out.dtype
-        old_copies[parameter] = _copy_of(parameter, dtype, new)
-        new_copies[parameter] = _copy_of(graph.outputs[i], dtype, new)
+        old_copy = _copy_of(parameter, dtype, new)
+        new_copy = _copy_of(new_parameter, dtype, new)
+        hidden_leaves.append((old_copy, new_copy))
         # Like a cast, a copy keeps the strides of its parameter.
         copies.append(torch.empty_like(tensors[i], dtype=dtype))
-        _write_copy(new, makers[parameter], old_copies[parameter], new_copies[parameter])
+        _write_copy(new, makers[parameter], old_copy, new_copy)
         for cast in casts[parameter]:
             new.drop(cast)
-            new.alias(cast.out, old_copies[parameter])
-    n = graph.num_state
-    leaf_shapes = graph.leaf_shapes
-    if leaf_shapes:
-        leaf_shapes = (*leaf_shapes, *(v.shape for v in old_copies))
-    graph = new.applied()
-    graph = graph.replace(
-        inputs=(*graph.inputs[:n], *old_copies.values(), *graph.inputs[n:]),
-        outputs=(*graph.outputs[:n], *new_copies.values(), *graph.outputs[n:]),
-        num_state=n + len(old_copies),
-        leaf_shapes=leaf_shapes,
-    )
-    return check(graph), HalfWeights(graph.num_state - len(positions), positions, copies)
+            new.alias(cast.out, old_copy)
+    with_copies = new.applied().with_leaves(hidden_leaves)
+    return check(with_copies), HalfWeights(graph.num_state, positions, copies)
 
 
 def _casts(graph: Graph) -> dict[Var, list[Eqn]]:
     """The casts of each leaf of the state to half precision, if all of them are to one dtype."""
-    state = set(graph.inputs[: graph.num_state])
+    state = set(graph.state)
     casts: dict[Var, list[Eqn]] = {}
     for eqn in graph.eqns:
         if eqn.op is not CAST or eqn.ins[0] not in state:
@@ -138,7 +133,7 @@ def _makers(graph: Graph, casts: Mapping[Var, Sequence[Eqn]], fuses: bool) -> di
     position = {eqn: index for index, eqn in enumerate(graph.eqns)}
     by_result = producers(graph.eqns)
     makers: dict[Var, Eqn] = {}
-    for parameter, new in zip(graph.inputs[: graph.num_state], graph.outputs):
+    for parameter, new in graph.leaves:
         maker = by_result.get(new)
         if maker is None or parameter not in casts:
             continue

@@ -74,17 +74,17 @@ class InductorExecutable(Executable):
 
     Attributes:
         kernels: the compiled kernels, by what they compute.
-        layouts: the layouts of the tensors among the inputs. A batch with other layouts is copied.
+        layouts: the layouts of the arguments. An argument with another layout is copied.
     """
 
     kernels: Mapping[Hashable, Callable]
     layouts: Sequence[Strided]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        n = self.num_state  # the state is contiguous, as `layouts` say
-        count = len(self.layouts)
-        batch = (layout.conform(x) for x, layout in zip(inputs[n:count], self.layouts[n:]))
-        return super().__call__([*inputs[:n], *batch, *inputs[count:]])
+        begin = self.num_state  # the state is always contiguous
+        end = begin + len(self.layouts)
+        arguments = (layout.conform(x) for x, layout in zip(inputs[begin:end], self.layouts))
+        return super().__call__([*inputs[:begin], *arguments, *inputs[end:]])
 
 
 def executable(
@@ -104,7 +104,7 @@ def executable(
     eqn_groups = [group.eqns for group in program.groups]
     device = device_of(inputs)
     code = to_fx(graph, mesh, True, eqn_groups, kernels, on_write=on_write, device=device)
-    layouts = [program.layouts[v] for v in graph.tensor_inputs]
+    layouts = [program.layouts[v] for v in graph.arguments]
     outputs = aliased_outputs(graph)
     return InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
 
@@ -208,7 +208,7 @@ def _compile(
 ) -> tuple[dict[tuple[Eqn, ...], Kernel], dict[Hashable, Callable]]:
     """Compile the groups. Returns the kernel of each group, and the compiled functions by what they compute."""
     layouts = program.layouts
-    state = set(program.graph.inputs[: program.graph.num_state])
+    state = set(program.graph.state)
     compiled: dict[Hashable, Callable] = {}
     kernels: dict[tuple[Eqn, ...], Kernel] = {}
     for group, source in _kernel_sources(program):
@@ -255,7 +255,7 @@ def _kernel_sources(program: _RankProgram) -> Iterator[tuple[FusedGroup, _Kernel
 def _old_values(graph: Graph) -> dict[Var, Var]:
     """The state leaf or donated input that each new value replaces: the first leaf, if it replaces several."""
     old_by_new: dict[Var, Var] = {}
-    for old, new in zip(graph.inputs, graph.outputs[: graph.num_state]):
+    for old, new in graph.leaves:
         old_by_new.setdefault(new, old)
     for old, new in graph.donated:
         old_by_new[new] = old

@@ -85,7 +85,8 @@ def infer_layouts(
 
     The result of an in-place operation keeps the layout of the argument that it overwrites.
     """
-    layouts = {v: Strided.of(x) for v, x in zip(graph.tensor_inputs, inputs, strict=True)}
+    tensor_inputs = (*graph.state, *graph.arguments)
+    layouts = {v: Strided.of(x) for v, x in zip(tensor_inputs, inputs, strict=True)}
     device = device_of(inputs) or torch.device("cpu")
     layouts.update(_carried_layouts(graph, coordinates, device))
     by_structure: dict[Hashable, list[Strided | None]] = {}

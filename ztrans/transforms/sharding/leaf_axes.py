@@ -39,7 +39,7 @@ class LeafAxes:
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, from the options of `shard_params`."""
         by_leaf: dict[Var, tuple[str, ...]] = {}
-        for v, leaf in zip(graph.inputs, meta_leaves(graph)):
+        for v, leaf in zip(graph.state, meta_leaves(graph)):
             by_leaf[v] = options.leaf_axes(v.name, leaf)
         every_axis = all_axes([options], by_leaf.values())
         absent = {}

@@ -127,14 +127,14 @@ class Walk:
         self.varying_by_leaf = varying_by_leaf(graph, self.axes.absent, self.axes.all)
         self.readers = users(graph)
         self.leaves = self.local_leaves()
-        tensors = (*graph.inputs[: graph.num_state], *graph.batch)
+        tensors = (*graph.state, *graph.batch)
         self.tensor_dependent = depending(graph.eqns, tensors)
         self._means: dict[tuple, Var] = {}
 
     def run(self) -> Graph:
         """The program of one rank."""
         graph = self.graph
-        inputs = (*self.leaves, *graph.inputs[graph.num_state :])
+        inputs = (*self.leaves, *graph.arguments)
         for plain, local in zip(graph.inputs, inputs):
             self.values.bind(plain, local)
 
@@ -143,16 +143,16 @@ class Walk:
             self.add(eqn)
 
         outputs: list[Any] = []
-        for plain, local, out in zip(graph.inputs, self.leaves, graph.outputs):
-            outputs.append(self.new_leaf(plain, local, out))
-        for out in graph.outputs[graph.num_state :]:
+        for (plain, new), local in zip(graph.leaves, self.leaves):
+            outputs.append(self.new_leaf(plain, local, new))
+        for out in graph.results:
             outputs.append(self.output(out))
         return graph.replace(inputs=inputs, eqns=tuple(self.values.eqns), outputs=tuple(outputs))
 
     def local_leaves(self) -> list[Var]:
         """The leaves of the state in the layouts that the options choose."""
         leaves = []
-        for v, leaf in zip(self.graph.inputs, meta_leaves(self.graph)):
+        for v, leaf in zip(self.graph.state, meta_leaves(self.graph)):
             layout = self.options.layout(v.name, v.shape, leaf)
             # The only rank of an axis has the whole value.
             layout = tuple(p for p in layout if self.graph.axes[p.axis] > 1)
@@ -352,7 +352,7 @@ class Walk:
 
     def is_returned(self, v: Var) -> bool:
         """Whether the step returns a value, or its mean over micro-batches: their sum, divided by their number."""
-        if v in self.graph.outputs[self.graph.num_state :]:
+        if v in self.graph.results:
             return True
         for e in self.readers.get(v, ()) if self.graph.micro > 1 else ():
             divides = e.op is aten.div.Tensor and e.args[1:] == (self.graph.micro,)
@@ -363,7 +363,7 @@ class Walk:
     def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
         """The split in which the update reads a value; None if it is whole. A new leaf has the split of the old one."""
         graph = self.graph
-        splits = {leaf.split for leaf, new in zip(self.leaves, graph.outputs) if new is out}
+        splits = {leaf.split for leaf, new in zip(self.leaves, graph.new_state) if new is out}
         if splits:
             return splits.pop() if len(splits) == 1 else None
         if self.options.stage == 0 or not readers or not out.shape:
