@@ -239,6 +239,15 @@ class Eqn:
 
     replace = dataclasses.replace
 
+    def like(self, other: Eqn | None, region: Region | None = None) -> Eqn:
+        """This equation with the region and the user's line of another one; with `region`, only with its line.
+
+        None has no line: it stands for the maker of an input.
+        """
+        if other is None:
+            return self.replace(region=region or self.region)
+        return self.replace(region=region or other.region, source=other.source)
+
     def with_inputs(self, value_of: Callable[[Var], Any], **changes: Any) -> Eqn:
         """The equation that reads `value_of(v)` instead of each variable `v`, with other changes."""
         args = substitute(self.args, value_of)

@@ -54,8 +54,7 @@ def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
             continue
         name = f"{out.base_name}.{str(dtype).removeprefix('torch.')}"
         value = Var(name, dtype, member.shape, member.layout)
-        kwargs = {"dtype": dtype}
-        casts.append(Eqn(CAST, (member,), (value,), kwargs, start.region, start.source))
+        casts.append(Eqn(CAST, (member,), (value,), {"dtype": dtype}).like(start))
         member = value
     return casts
 

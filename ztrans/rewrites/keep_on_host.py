@@ -78,8 +78,8 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
             return on_device.get(v, v)
         if v in chosen:
             name = new.fresh_name(f"{v.name}.device")
-            start = to_device(on_host[v], name, region="backward", source=maker.source)
-            wait = wait_for_copy(start.out, region="backward", source=maker.source)
+            start = to_device(on_host[v], name).like(maker, "backward")
+            wait = wait_for_copy(start.out).like(start)
             new.insert_before(reader, start, wait)
             on_device[v] = wait.out
         else:
@@ -97,8 +97,8 @@ def keep_on_host(graph: Graph, chosen: Set[Var]) -> Graph:
         for v in e.results:
             if v in chosen:
                 name = new.fresh_name(f"{v.name}.host")
-                start = to_host(v, name, region=e.region, source=e.source)
-                wait = wait_for_copy(start.out, region=e.region, source=e.source)
+                start = to_host(v, name).like(e)
+                wait = wait_for_copy(start.out).like(start)
                 new.insert_after(e, start, wait)
                 on_host[v] = wait.out
     return new.applied()

@@ -45,15 +45,13 @@ def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn
     axis = second_gather.kwargs["axis"]
     split = Split(neighbours(axis, count), split_over(second_gather.ins[0], axis).dim)
     name = second_gather.out.base_name
-    region_and_source = (first_wait.region, first_wait.source)
     layout = (*value.layout, split)
     view = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
     part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    shard = Eqn(SHARD, (value, split.dim), (view,), {"axis": split.axis}, *region_and_source)
-    contiguous = {"memory_format": torch.contiguous_format}
+    shard = Eqn(SHARD, (value, split.dim), (view,), {"axis": split.axis})
     # The view alone would keep the whole value alive.
-    clone = Eqn(aten.clone.default, (view,), (part,), contiguous, *region_and_source)
-    return shard, clone
+    clone = Eqn(aten.clone.default, (view,), (part,), {"memory_format": torch.contiguous_format})
+    return shard.like(first_wait), clone.like(first_wait)
 
 
 def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:

@@ -127,8 +127,7 @@ class _Numbers:
             if v in self._settings and maker is not None:
                 e = maker.with_inputs(self.number, outs=(number,))
             else:
-                source = maker.source if maker is not None else None
-                e = Eqn(ITEM, (v,), (number,), region="update", source=source)
+                e = Eqn(ITEM, (v,), (number,)).like(maker, "update")
             self._numbers[v] = number
             self._new.append(e)
         return self._numbers[v]

@@ -50,7 +50,7 @@ class Site:
     def start_and_wait(self, start: Eqn) -> list[Eqn]:
         """The start of a collective at this site, and the wait for it."""
         start = start.replace(region=self.region, source=self.source, provenance=self.provenance)
-        return [start, wait(start.out, region=self.region, source=self.source)]
+        return [start, wait(start.out).like(start)]
 
 
 def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn], Var]:

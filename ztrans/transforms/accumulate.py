@@ -20,7 +20,7 @@ from ..ir.dependencies import depending, needed
 from ..ir.graph import Eqn, Graph, Var, producers, substitute, users, variables
 from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, PMEAN
 from ..ir.micro_batches import changing
-from ..ir.source import Source, where
+from ..ir.source import where
 from ..ir.varying import varying
 from ..rewrites.rewriter import Rewriter
 from .base import Transform, check_number, constructor
@@ -203,9 +203,9 @@ def _check_state(graph: Graph, gradients: Mapping[Var, Eqn], updated: Set[Var]) 
 def _mean(v: Var, mark: Eqn | None, readers: Sequence[Eqn], sums_whole: bool, new: Rewriter) -> Var:
     """The mean of a value over micro-batches, which its readers in the update then read."""
     reader = readers[0] if readers else None
-    source = _source_of(v, reader, new)
+    origin = reader or new.makers.get(v)
     result = total = new.fresh(v, ".sum")
-    add = Eqn(ACCUMULATE, (v,), (total,), region="update", source=source)
+    add = Eqn(ACCUMULATE, (v,), (total,)).like(origin, "update")
     if mark is None:
         new.insert_before(reader, add)
     else:
@@ -223,8 +223,8 @@ def _mean(v: Var, mark: Eqn | None, readers: Sequence[Eqn], sums_whole: bool, ne
 
     mean = new.fresh(v, ".mean")
     args = (result, new.graph.micro)
-    divide = Eqn(torch.ops.aten.div.Tensor, args, (mean,), region="update", source=source)
-    new.insert_before(reader, divide)
+    divide = Eqn(torch.ops.aten.div.Tensor, args, (mean,))
+    new.insert_before(reader, divide.like(origin, "update"))
     new.replace_reads(readers, v, mean)
     return mean
 
@@ -233,15 +233,9 @@ def _joined_rows(v: Var, new: Rewriter) -> Var:
     """An output with the rows of all micro-batches, joined along dim 0."""
     rows = v.shape[0] * new.graph.micro
     out = new.fresh(v, ".joined", shape=(rows, *v.shape[1:]))
-    source = _source_of(v, None, new)
-    new.insert_before(None, Eqn(JOIN, (v,), (out,), region="update", source=source))
+    join = Eqn(JOIN, (v,), (out,))
+    new.insert_before(None, join.like(new.makers.get(v), "update"))
     return out
-
-
-def _source_of(v: Var, reader: Eqn | None, new: Rewriter) -> Source | None:
-    """The line of the reader of a value, or else the line that computes the value."""
-    eqn = reader or new.makers.get(v)
-    return eqn.source if eqn else None
 
 
 def _not_averaged(v: Var, mark: Eqn | None, reader: Eqn | None, new: Rewriter) -> ValueError:
@@ -258,9 +252,10 @@ def _not_averaged(v: Var, mark: Eqn | None, reader: Eqn | None, new: Rewriter) -
             "Return a mean, such as an accuracy, as a float; or the values of the samples, to be summed after "
             "the step."
         )
+    origin = reader or new.makers.get(v)
     return ValueError(
         f"accumulate: {reads} {v}, which differs from micro-batch to micro-batch and is {kind}: it has no mean.\n"
-        f"  at {where(_source_of(v, reader, new), 'the step arguments')}\n"
+        f"  at {where(origin.source if origin else None, 'the step arguments')}\n"
         f"Gradients, values of zt.pmean and float scalars are averaged, other outputs are joined along dim 0. "
         f"{advice}"
     )

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -238,9 +238,8 @@ class _MovingLeaves:
             return
         name = self.new.fresh_name(f"{leaf.name}.device")
         first = readers[0] if readers else None
-        origin: dict[str, Any] = {"region": "update", "source": first.source if first else None}
-        start = copy_to("device", self.moved[leaf], name, (leaf.name,), **origin)
-        wait = wait_for_copy(start.out, **origin)
+        start = copy_to("device", self.moved[leaf], name, (leaf.name,)).like(first, "update")
+        wait = wait_for_copy(start.out).like(start)
         self.new.insert_before(first, start, wait)
         self.new.replace_reads(readers, leaf, wait.out)
         self.on_device[leaf] = wait.out
@@ -262,10 +261,9 @@ class _MovingLeaves:
     def _copied_over(self, old: Var, new: Var) -> Var:
         """The new value of a leaf in its memory, over the old one."""
         maker = self.new.makers.get(new)
-        origin: dict[str, Any] = {"region": "update", "source": maker.source if maker else None}
         name = self.new.fresh_name(f"{new.name}.{old.memory}")
-        start = copy_to(old.memory, new, name, (old.name,), over=old, **origin)
-        wait = wait_for_copy(start.out, **origin)
+        start = copy_to(old.memory, new, name, (old.name,), over=old).like(maker, "update")
+        wait = wait_for_copy(start.out).like(start)
         if maker is None:
             self.new.insert_before(None, start, wait)
         else:

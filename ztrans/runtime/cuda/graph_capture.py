@@ -120,8 +120,8 @@ def with_rates(graph: Graph) -> Graph:
         if is_fused_update(eqn) and isinstance(rate, Var) and rate.dtype != torch.float32:
             if rate not in fp32_rates:
                 fp32_rate = Var(f"{rate.name}.f32", torch.float32, rate.shape, rate.layout)
-                kwargs = {"dtype": torch.float32}
-                eqns.append(Eqn(CAST, (rate,), (fp32_rate,), kwargs, eqn.region, eqn.source))
+                cast = Eqn(CAST, (rate,), (fp32_rate,), {"dtype": torch.float32})
+                eqns.append(cast.like(eqn))
                 fp32_rates[rate] = fp32_rate
             eqn = eqn.replace(kwargs={**eqn.kwargs, "lr": fp32_rates[rate]})
         eqns.append(eqn)

@@ -167,6 +167,5 @@ def _write_copy(new: Rewriter, maker: Eqn, half: Var, new_half: Var) -> None:
         outs = (*maker.outs, new_half)
         new.replace(maker, maker.replace(args=(*maker.args, [half]), outs=outs))
     else:
-        kwargs = {"dtype": half.dtype}
-        cast = Eqn(CAST, (maker.out,), (new_half,), kwargs, maker.region, maker.source)
-        new.insert_after(maker, cast)
+        cast = Eqn(CAST, (maker.out,), (new_half,), {"dtype": half.dtype})
+        new.insert_after(maker, cast.like(maker))
