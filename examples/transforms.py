@@ -62,7 +62,7 @@ class _GradientNorms(zt.Transform):
         leaf = gradient.args[1].name
         out = ir.Var(f"norm of {leaf}", gradient.out.dtype, ())
         norm = torch.ops.aten.linalg_vector_norm.default
-        return ir.Eqn(norm, (gradient.out,), (out,), region="update", source=gradient.source)
+        return ir.Eqn(norm, (gradient.out,), (out,)).like(gradient, "update")
 
 
 def gradient_norms() -> zt.Transform:

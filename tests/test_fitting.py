@@ -155,8 +155,8 @@ def test_all_micro_batches_have_the_chosen_stage():
 
 def test_stages_1_to_3_store_the_same_state():
     shards = [zt.shard_params(MESH, stage=stage) for stage in ("auto", 1, 2, 3)]
-    layouts = [shard(step).layouts(arguments(*WIDE)[0]) for shard in shards]
-    assert all(each == layouts[0] for each in layouts)
+    shardings = [shard(step).leaf_shardings(arguments(*WIDE)[0]) for shard in shards]
+    assert all(each == shardings[0] for each in shardings)
 
 
 def test_a_program_cannot_be_rewritten_with_an_open_stage():

@@ -304,9 +304,6 @@ class DataParallel(zt.Transform):
     def axes(self) -> tuple[str, ...]:
         return (self.axis,)
 
-    def layout(self, path, shape, leaf):
-        return ()
-
     def rewrite(self, graph):
         sharded = zt.shard_params(self.mesh, axis=self.axis, stage=0)
         return sharded.rewrite(graph)
@@ -336,7 +333,8 @@ def test_a_size_that_was_compiled_before_the_first_step_follows_the_plan_of_the_
 def test_a_users_transform_may_distribute_the_step():
     own, ours = (t(step_of_mean) for t in (DataParallel(MESH), zt.shard_params(MESH, stage=0)))
     state, x = {"w": X.clone()}, torch.randn(4, 4)
-    assert own.mesh == MESH and own.layouts(state) == ours.layouts(state) == [()]
+    over_dp = [zt.ir.LeafSharding(("dp",))]
+    assert own.mesh == MESH and own.leaf_shardings(state) == ours.leaf_shardings(state) == over_dp
     results = [run.lower(state, x[:2]).lockstep(state, [(x[:2],), (x[2:],)]) for run in (own, ours)]
     assert torch.equal(results[0][0]["w"], results[1][0]["w"])
     assert torch.allclose(results[0][0]["w"], step_of_mean(state, x)[0]["w"])

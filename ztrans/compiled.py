@@ -23,6 +23,7 @@ from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
 from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
 from .ir.graph import Graph
+from .ir.layout import LeafSharding
 from .ir.micro_batches import micro_batch_programs
 from .ir.printer import Printed, format_bytes, format_seconds
 from .planning.cost import Memory, memory
@@ -456,11 +457,10 @@ class Compiled(Printed):
         self._check_device(inputs)
         # On a single rank every layout is the whole leaf.
         if self._mesh is not None and self._mesh.size() > 1:
-            layouts = [v.layout for v in graph.state]
+            leaves = zip(graph.state, recording.axes)
+            shardings = [LeafSharding(axes, v.layout) for v, axes in leaves]
             paths = recording.signature.paths
-            check_laid_out(
-                graph.name, self._mesh, recording.axes, paths, inputs.state, layouts, lowered=True
-            )
+            check_laid_out(graph.name, self._mesh, paths, inputs.state, shardings, lowered=True)
         check_donation(graph, inputs.tensors)
         check_memory(graph, inputs.tensors)
         check_whole(inputs.state, graph.name)

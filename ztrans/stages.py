@@ -75,11 +75,10 @@ from .tracing.recording import Recording
 from .transforms.base import (
     Transform,
     all_axes,
-    axes_of,
     byte_count,
     mesh_of,
-    meta_leaves,
     micro_batches_of,
+    program_shardings,
     rewritten,
     stage_of,
     with_limit,
@@ -396,9 +395,9 @@ class Traced(Printed):
         graph, history = _through(graph, history, passes(plan))
 
         # Each leaf of the state has axes of its own. All other inputs are distributed over all axes.
-        state = zip(graph.state, meta_leaves(graph))
-        axes = [axes_of(self.transforms, v.name, leaf) for v, leaf in state]
-        every_axis = all_axes(self.transforms, axes)
+        shardings = program_shardings(graph, self.transforms).values()
+        axes = [sharding.axes for sharding in shardings]
+        every_axis = all_axes(self.transforms, shardings)
         axes += [every_axis for _ in graph.arguments]
 
         if cluster is None:

@@ -29,8 +29,7 @@ from .calling.trees import leaf_names
 from .compiled import Compiled
 from .ir.ambient import refuse_inside, refuse_under_compile
 from .ir.dependencies import grouped
-from .ir.graph import Layout, MemoryKind
-from .ir.layout import AbstractMesh
+from .ir.layout import AbstractMesh, LeafSharding
 from .ir.source import user_source
 from .planning.cluster import Cluster
 from .planning.limit import DoesNotFit
@@ -54,12 +53,10 @@ from .transforms.base import (
     Transform,
     all_axes,
     appended,
-    axes_of,
-    layout_of,
-    memory_of,
     mesh_of,
     micro_batches_of,
     no_step,
+    sharding_of,
 )
 
 # With more programs than this, a warning says that the step is traced too often.
@@ -335,9 +332,9 @@ class Step(Generic[P, R]):
         """The program of a call, for one of `micro` micro-batches."""
         device = self.mesh.device_type if isinstance(self.mesh, DeviceMesh) else None
         # Each leaf of the state has axes of its own. All other leaves are distributed over all axes.
-        axes = self._for_each_leaf(axes_of, call.state)
-        every_axis = all_axes(self.transforms, axes)
-        axes += [every_axis for _ in pytree.tree_leaves((call.batch, call.extra))]
+        shardings = self.leaf_shardings(call.state)
+        over_all_axes = LeafSharding(all_axes(self.transforms, shardings))
+        shardings += [over_all_axes for _ in pytree.tree_leaves((call.batch, call.extra))]
         with stage(self.__name__, "trace"):
             return trace(
                 self.fn,
@@ -345,8 +342,7 @@ class Step(Generic[P, R]):
                 self._function,
                 micro=micro,
                 device=device,
-                axes=axes,
-                memories=self.memories(call.state),
+                shardings=shardings,
             )
 
     @ends_at_user
@@ -481,26 +477,17 @@ class Step(Generic[P, R]):
             return
         leaves = pytree.tree_leaves(state)
         _, paths = self._state_names(state)
-        axes = self._for_each_leaf(axes_of, state)
-        check_laid_out(self.__name__, mesh, axes, paths, leaves, self.layouts(state))
+        check_laid_out(self.__name__, mesh, paths, leaves, self.leaf_shardings(state))
 
     def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
         """For each leaf of a state, its short name, and its path in messages."""
         return leaf_names(self._function.parameters(1), (state,))
 
-    def layouts(self, state: Any) -> list[Layout]:
-        """The layout of each leaf of the state, in the order of the leaves in its tree."""
-        return self._for_each_leaf(layout_of, state)
-
-    def memories(self, state: Any) -> list[MemoryKind]:
-        """The memory that holds each leaf of the state, in the order of the leaves in its tree."""
-        return self._for_each_leaf(memory_of, state)
-
-    def _for_each_leaf(self, choice: Callable[..., Any], state: Any) -> list[Any]:
-        """What `choice(transforms, name, leaf)` returns for each leaf of the state."""
+    def leaf_shardings(self, state: Any) -> list[LeafSharding]:
+        """How each leaf of the state lies on the mesh between steps, in the order of the leaves in its tree."""
         names, _ = self._state_names(state)
         leaves = pytree.tree_leaves(state)
-        return [choice(self.transforms, name, leaf) for name, leaf in zip(names, leaves)]
+        return [sharding_of(self.transforms, name, leaf) for name, leaf in zip(names, leaves)]
 
     @ends_at_user
     def shard(
@@ -526,18 +513,9 @@ class Step(Generic[P, R]):
         check_ended(leaves, "shard")
         mesh = self._device_mesh()
         if mesh is None:
-            return copied_state(state, self.memories(state))
+            return copied_state(state, self.leaf_shardings(state))
         with stage(self.__name__, "shard"):
-            return shard_state(
-                state,
-                mesh,
-                paths,
-                self.layouts(state),
-                self._for_each_leaf(axes_of, state),
-                source,
-                device,
-                self.memories(state),
-            )
+            return shard_state(state, mesh, paths, self.leaf_shardings(state), source, device)
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -549,4 +527,4 @@ class Step(Generic[P, R]):
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
         check_ended(pytree.tree_leaves(state), "unshard")
-        return unshard_state(state, self.mesh, self._for_each_leaf(axes_of, state))
+        return unshard_state(state, self.mesh, self.leaf_shardings(state))

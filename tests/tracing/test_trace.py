@@ -21,6 +21,7 @@ from tests.support.fp8 import E4M3, Scaled, ToScaled
 from tests.support.traced import trace
 from tests.support.worlds import clone, distance
 from ztrans.calling.signature import Abstract, Constant
+from ztrans.ir.layout import LeafSharding
 from ztrans.ir.op_facts import is_random
 from ztrans.runtime.codegen import to_fx
 
@@ -373,7 +374,7 @@ def test_leaves_are_traced_on_their_device(mesh):
         return state + torch.arange(3, device=state.device), torch.zeros(3, device=x.device)
 
     def devices(state, x, **where):
-        program = trace(placed, state, x, axes=[("dp",)] * 2, **where)
+        program = trace(placed, state, x, shardings=[LeafSharding(("dp",))] * 2, **where)
         return {
             str(e.kwargs["device"])
             for e in program.graph.eqns

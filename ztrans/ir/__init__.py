@@ -39,6 +39,7 @@ from .graph import (
     variables,
 )
 from .interpreter import evaluate, lockstep
+from .layout import LeafSharding
 from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
 from .micro_batches import MicroBatchPrograms, micro_batch_programs
 from .op_facts import is_matmul, is_random, is_view
@@ -51,8 +52,8 @@ from .verifier import ProgramError, check
 __all__ = [
     "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
     "TO_DEVICE", "TO_HOST", "WAIT",
-    "Eqn", "Graph", "Hints", "Layout", "MicroBatchPrograms", "Names", "Partial", "Primitive", "ProgramError",
-    "Provenance", "Rules", "Split", "Start", "Var",
+    "Eqn", "Graph", "Hints", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial", "Primitive",
+    "ProgramError", "Provenance", "Rules", "Split", "Start", "Var",
     "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_copy", "is_matmul", "is_random", "is_start",
     "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair", "producers", "program", "reduce",
     "rename", "rules", "structure", "substitute", "to_device", "to_host", "users", "variables", "wait",

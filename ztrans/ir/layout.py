@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .graph import Eqn, Layout, Placement, Split, Var
+from .graph import Eqn, Layout, MemoryKind, Placement, Split, Var
 
 aten = torch.ops.aten
 
@@ -62,6 +62,23 @@ def mesh_axes(mesh: AbstractMesh | DeviceMesh) -> tuple[tuple[str, int], ...]:
             "the mesh has no axis names.\nGive it some: init_device_mesh(device, (n,), mesh_dim_names=('dp',))."
         )
     return tuple(zip(mesh.mesh_dim_names, mesh.shape))
+
+
+@dataclass(frozen=True)
+class LeafSharding:
+    """How a leaf of the state lies on the mesh between steps.
+
+    Attributes:
+        axes: the axes along which all ranks hold the same leaf, whole or in parts. Along other axes of the mesh, each
+            rank holds a leaf of its own.
+        layout: its layout over these axes. If the step itself divides the leaf over other axes, this is the layout of
+            this rank's part.
+        memory: the memory that holds it.
+    """
+
+    axes: tuple[str, ...] = ()
+    layout: Layout = ()
+    memory: MemoryKind = "device"
 
 
 def chunk(rows: int, size: int) -> int:

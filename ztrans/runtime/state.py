@@ -24,7 +24,7 @@ from ..calling.leaf_records import RECORDS
 from ..calling.meta_leaves import Number, fill_of, mark_unwritten
 from ..ir.axes import members, submesh
 from ..ir.graph import Layout, MemoryKind, Split
-from ..ir.layout import AbstractMesh, as_tensor, cut, mesh_axes
+from ..ir.layout import AbstractMesh, LeafSharding, as_tensor, cut, mesh_axes
 from ..ir.user_sharding import UserSharding
 from .agreement import agree_on_call
 from .mesh import check_runs
@@ -47,11 +47,9 @@ def shard_state(
     state: State,
     mesh: DeviceMesh,
     paths: Sequence[str],
-    layouts: Sequence[Layout],
-    axes: Sequence[Sequence[str]],
+    shardings: Sequence[LeafSharding],
     source: int | None,
     device: torch.device | str | None,
-    memories: Sequence[MemoryKind],
 ) -> State:
     """Copy a state into DTensors. All ranks must call it.
 
@@ -59,11 +57,9 @@ def shard_state(
         state: the state.
         mesh: the mesh of the step.
         paths: the path of each leaf, in the order of the state's tree.
-        layouts: the layout of each leaf.
-        axes: for each leaf, the mesh axes along which the ranks must hold the same.
+        shardings: the sharding of each leaf. Along its axes the ranks must hold the same.
         source: the rank whose tensors are used; None if all ranks have them.
         device: the device of the parts.
-        memories: the memory of each leaf.
 
     Raises: RuntimeError if the ranks hold different leaves; ValueError if `source` is not 0 on a mesh of several axes.
     """
@@ -72,12 +68,12 @@ def shard_state(
         raise ValueError(
             f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be the source."
         )
-    agree_on_state(mesh, axes, paths, leaves, source)
+    agree_on_state(mesh, [sharding.axes for sharding in shardings], paths, leaves, source)
     device = torch.device(device) if device is not None else None
     parts = []
-    for leaf, layout, leaf_axes, memory in zip(leaves, layouts, axes, memories):
-        part = _part(_on_device(leaf), layout, mesh, leaf_axes, source, device)
-        part = _copied_to(memory, part) if memory != "device" else part
+    for leaf, sharding in zip(leaves, shardings):
+        part = _part(_on_device(leaf), sharding, mesh, source, device)
+        part = _copied_to(sharding.memory, part) if sharding.memory != "device" else part
         RECORDS.of(part).mesh = mesh
         # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
@@ -87,34 +83,35 @@ def shard_state(
 
 
 def unshard_state(
-    state: State, mesh: DeviceMesh | AbstractMesh | None, axes: Sequence[Sequence[str]]
+    state: State, mesh: DeviceMesh | AbstractMesh | None, shardings: Sequence[LeafSharding]
 ) -> State:
     """Gather a state of DTensors into full tensors, which are copies, on every rank. All ranks must call it.
 
-    `axes` has, for each leaf, the mesh axes over which transforms shard or replicate it.
+    `shardings` has the sharding of each leaf by transforms.
     """
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
         agree_on_call(mesh, "unshard")
     leaves, tree = pytree.tree_flatten(state)
     full = []
-    for x, leaf_axes in zip(leaves, axes):
+    for x, sharding in zip(leaves, shardings):
         if isinstance(x, DTensor):
             # The groups of a mesh of GPUs gather only what is on GPUs, so a leaf on the host is copied there and back.
             device = x.to_local().device
-            x = full_tensor(_on_device(x), leaf_axes).to(device, copy=True)
+            x = full_tensor(_on_device(x), sharding.axes).to(device, copy=True)
         elif isinstance(x, torch.Tensor):
             x = copied(x)  # the next step would write into it
         full.append(x)
     return pytree.tree_unflatten(full, tree)
 
 
-def copied_state(state: State, memories: Sequence[MemoryKind]) -> State:
+def copied_state(state: State, shardings: Sequence[LeafSharding]) -> State:
     """A copy of a state of one process, with each tensor in its memory."""
     leaves, tree = pytree.tree_flatten(state)
     copies = []
-    for leaf, memory in zip(leaves, memories):
+    for leaf, sharding in zip(leaves, shardings):
         if isinstance(leaf, torch.Tensor):
+            memory = sharding.memory
             copy = copied_to(memory, leaf) if memory != "device" else copied(leaf)
             if not copy.is_meta:
                 mark_unwritten(copy, leaf)
@@ -163,9 +160,8 @@ def full_tensor(leaf: DTensor, axes: Sequence[str]) -> torch.Tensor:
 
 def _part(
     leaf: Any,
-    layout: Layout,
+    sharding: LeafSharding,
     mesh: DeviceMesh,
-    axes: Sequence[str],
     source: int | None,
     device: torch.device | None,
 ) -> torch.Tensor:
@@ -174,12 +170,13 @@ def _part(
     A full tensor may be equal on all ranks, or valid only on rank `source`, which sends it, or on meta. For a meta
     tensor, memory is allocated and filled (see `meta_leaves`).
     """
-    user_sharding = UserSharding.of(leaf, axes)
+    layout = sharding.layout
+    user_sharding = UserSharding.of(leaf, sharding.axes)
     if user_sharding is not None:
         user_axes = set(zip(user_sharding.axes, user_sharding.sizes))
         if not user_axes <= set(mesh_axes(mesh)):
             user_sharding = None  # the leaf comes from another mesh
-    mesh = _leaf_mesh(mesh, axes, user_sharding)
+    mesh = _leaf_mesh(mesh, sharding.axes, user_sharding)
     if isinstance(leaf, DTensor):
         return _in_layout(leaf, layout, mesh, user_sharding, device)
     leaf = as_tensor(leaf)
@@ -324,10 +321,9 @@ def _dtensor(
 def check_laid_out(
     name: str,
     mesh: DeviceMesh,
-    axes: Sequence[Sequence[str]],
     paths: Sequence[str],
     leaves: Sequence[Any],
-    layouts: Sequence[Layout],
+    shardings: Sequence[LeafSharding],
     lowered: bool = False,
 ) -> None:
     """Check that each leaf of the state is on this mesh and sharded as its layout says.
@@ -335,30 +331,29 @@ def check_laid_out(
     Args:
         name: the name of the step, for the error.
         mesh: the mesh of the step.
-        axes: for each leaf of the state, the axes of the mesh over which transforms shard or replicate it.
         paths, leaves: the leaves of all arguments and their paths, first the leaves of the state.
-        layouts: the layouts of the leaves of the state.
+        shardings: the shardings of the leaves of the state by transforms.
         lowered: whether the program is lowered. Then its layouts omit the axes of size 1, which are not compared.
 
     Raises: TypeError that names the first leaves that are laid out differently.
     """
-    expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}  # many leaves have equal layouts
+    expected: dict[tuple, tuple[DeviceMesh, list[Placement]]] = {}  # many have equal shardings
     problems = []
-    for path, leaf, layout, leaf_axes in zip(paths, leaves, layouts, axes):
+    for path, leaf, sharding in zip(paths, leaves, shardings):
         if not isinstance(leaf, torch.Tensor) or not (leaf.ndim or isinstance(leaf, DTensor)):
             continue
-        user_sharding = UserSharding.of(leaf, leaf_axes)
-        key = layout, user_sharding, leaf_axes
+        user_sharding = UserSharding.of(leaf, sharding.axes)
+        key = sharding, user_sharding
         if key not in expected:
-            leaf_mesh = _leaf_mesh(mesh, leaf_axes, user_sharding)
-            expected[key] = leaf_mesh, _placements(layout, leaf_mesh, user_sharding)
+            leaf_mesh = _leaf_mesh(mesh, sharding.axes, user_sharding)
+            expected[key] = leaf_mesh, _placements(sharding.layout, leaf_mesh, user_sharding)
         problem = _layout_problem(leaf, *expected[key], lowered)
         if problem:
             problems.append(f"  * {path}: {problem}\n")
     if problems:
         raise TypeError(
             f"{name} was called with state that is not laid out for it. "
-            f"{len(problems)} of {len(layouts)} leaves, including:\n{''.join(problems[:3])}"
+            f"{len(problems)} of {len(shardings)} leaves, including:\n{''.join(problems[:3])}"
             f"Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
             f"makes such a step of the body of an ordinary loop."
         )

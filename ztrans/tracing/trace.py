@@ -22,7 +22,8 @@ from ..calling.purity import trace_without_side_effects
 from ..calling.signature import Abstract, Constant, Signature, device_of_program
 from ..calling.trees import leaf_names, named_outputs, opened
 from ..ir.ambient import refuse_inside, without_autocast
-from ..ir.graph import Eqn, Graph, MemoryKind, Var, dce
+from ..ir.graph import Eqn, Graph, Var, dce
+from ..ir.layout import LeafSharding
 from ..ir.user_sharding import UserSharding
 from ..rewrites.flex_attention import with_kernels_chosen
 from ..rewrites.recompute import checkpointed
@@ -41,8 +42,7 @@ def trace(
     *,
     micro: int = 1,
     device: str | None = None,
-    axes: Sequence[tuple[str, ...]] = (),
-    memories: Sequence[MemoryKind] = (),
+    shardings: Sequence[LeafSharding] = (),
 ) -> Recording:
     """Record a call of a train step, `fn(state, *batch) -> (state, output)`, as a `Recording`.
 
@@ -53,10 +53,9 @@ def trace(
         function: the parameters, reads and extra argument of `fn`.
         micro: the number of equal parts of the batch; the program is for one of them.
         device: the device on which meta leaves are traced; by default the device of the other leaves.
-        axes: for each leaf, the mesh axes over which transforms distribute it; by default none. Over these axes a
-            DTensor is traced whole. Over its other axes the step sees a DTensor, and the program has the local part.
-        memories: for each leaf of the state, the memory that transforms keep it in. The step sees all leaves on the
-            device.
+        shardings: for each leaf, its sharding by transforms; by default none has axes. Over these axes a DTensor is
+            traced whole. Over its other axes the step sees a DTensor, and the program has the local part. The step sees
+            all leaves on the device.
 
     Raises:
         ValueError: the step reads a value while it is traced, closes over a tensor, changes Python values that it
@@ -68,7 +67,7 @@ def trace(
     name = function.name if function.name.isidentifier() else "step"
     refuse_inside(f"trace: {name}", call)
     part = call.micro_batch(function, micro) if micro > 1 else call
-    step = _FlatStep(fn, name, part, _leaves_of(part, function, axes, memories))
+    step = _FlatStep(fn, name, part, _leaves_of(part, function, shardings))
 
     def record() -> Recording:
         graph, traced = _traced_graph(step, device)
@@ -207,8 +206,7 @@ def _traced_graph(step: _FlatStep, device_of_meta: str | None) -> tuple[Graph, F
 def _leaves_of(
     call: BoundCall,
     function: StepFunction,
-    axes: Sequence[tuple[str, ...]],
-    memories: Sequence[MemoryKind],
+    shardings: Sequence[LeafSharding],
 ) -> list[_Leaf]:
     """The leaves of a call: the state, the batch, and the extra argument, in this order.
 
@@ -226,22 +224,22 @@ def _leaves_of(
     leaves = []
     for i, (value, name, path) in enumerate(zip(values, names, paths)):
         is_state = i < num_state
-        leaf_axes = axes[i] if axes else ()
-        user_sharding = UserSharding.of(value, leaf_axes)
+        sharding = shardings[i] if shardings else LeafSharding()
+        user_sharding = UserSharding.of(value, sharding.axes)
         if user_sharding is not None and user_sharding.problem is not None:
             raise unequal_parts(path, user_sharding.problem)
-        if not is_state and UserSharding.axes_of(value, leaf_axes):
+        if not is_state and UserSharding.axes_of(value, sharding.axes):
             raise divided_batch(path)
         abstract: Any = Abstract.of(value, is_state, user_sharding)
         # A leaf in another memory is traced like a meta leaf, on the device of the other leaves.
-        if is_state and memories and memories[i] != "device":
+        if sharding.memory != "device":
             abstract = abstract._replace(device="meta")
         leaf = _Leaf(
             value=value,
             name=name,
             path=path,
             abstract=abstract,
-            axes=leaf_axes,
+            axes=sharding.axes,
             user_sharding=user_sharding,
             spec=spec_of(value, user_sharding),
             is_state=is_state,

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
-from ..ir.graph import Graph, Layout, MemoryKind
-from ..ir.layout import AbstractMesh
+from ..ir.graph import Graph, Layout, MemoryKind, Var
+from ..ir.layout import AbstractMesh, LeafSharding
 from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
 from ..ir.verifier import ProgramError, check, check_interface
@@ -37,7 +37,8 @@ class Transform:
     """A pure rewrite of a traced train step. Two transforms are equal if their options are.
 
     To write a transform, subclass this as a frozen dataclass with a `rewrite`. A transform that distributes the step
-    over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `layout` of each state leaf.
+    over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `leaf_sharding` of each leaf
+    of the state.
 
     `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` comes last there. In
     phase 2, `shard_params` comes first and makes the program of one rank; the other transforms of the phase rewrite
@@ -65,30 +66,24 @@ class Transform:
         """The program after this transform."""
         raise NotImplementedError
 
-    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout | None:
-        """The layout of a state leaf between steps, or None if this transform does not choose it.
+    def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
+        """How a leaf of the state lies on the mesh between steps. By default it is whole on every rank of `axes`.
+
+        Of several transforms, the first one that splits the leaf chooses its layout, and the first one that moves it
+        to another memory than the device's chooses that.
 
         Args:
             path: the path of the leaf in the state, such as `params.fc1.weight`.
+            leaf: a meta tensor with the shape and dtype of the whole leaf. A number is a scalar.
             shape: the shape of the leaf, or of this rank's part if the step itself divides the leaf.
-            leaf: a meta tensor with the shape and dtype of the whole leaf.
         """
-        return None
-
-    def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
-        """The memory that holds a state leaf between steps, such as "device" or "host".
-
-        Args:
-            path: the path of the leaf in the state.
-            leaf: a meta tensor with the shape and dtype of the whole leaf, before the step itself divides it.
-        """
-        return "device"
+        return LeafSharding(self.axes)
 
     @property
     def variants(self) -> tuple[Transform, ...]:
         """This transform with each value of an open option. A plan chooses the first of the fastest that fit.
 
-        All variants have the same layouts.
+        All variants have the same shardings of leaves.
         """
         return (self,)
 
@@ -96,15 +91,6 @@ class Transform:
     def axes(self) -> tuple[str, ...]:
         """The axes of `mesh` whose ranks hold the same state, whole or in parts."""
         return ()
-
-    def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
-        """The axes along which all ranks hold the same state leaf, whole or in parts; `axes` by default.
-
-        Args:
-            path: the path of the leaf in the state.
-            leaf: a meta tensor with the shape and dtype of the whole leaf, before the step itself divides it.
-        """
-        return self.axes
 
     @property
     def memory_limit(self) -> int | None:
@@ -309,73 +295,56 @@ def micro_batches_of(transforms: Iterable[Transform]) -> int:
     return max((t.micro_batches for t in transforms), default=1)
 
 
-# ---- axes, layouts and memories of state leaves
+# ---- leaves of the state
 
 
-def axes_of(transforms: Iterable[Transform], name: str, leaf: object) -> tuple[str, ...]:
-    """The axes over which these transforms shard or replicate a state leaf."""
-    meta_leaf = _meta(leaf)
-    axes: dict[str, None] = {}  # in order, each once
+def leaf_sharding(
+    transforms: Iterable[Transform], path: str, leaf: torch.Tensor, shape: tuple[int, ...]
+) -> LeafSharding:
+    """How a leaf of the state lies on the mesh with all of these transforms (see `Transform.leaf_sharding`)."""
+    axes: list[str] = []
+    layout: Layout = ()
+    memory: MemoryKind = "device"
     for t in transforms:
-        axes.update(dict.fromkeys(t.leaf_axes(name, meta_leaf)))
-    return tuple(axes)
+        sharding = t.leaf_sharding(path, leaf, shape)
+        axes += sharding.axes
+        layout = layout or sharding.layout
+        memory = memory if memory != "device" else sharding.memory
+    return LeafSharding(tuple(dict.fromkeys(axes)), layout, memory)
 
 
-def all_axes(
-    transforms: Iterable[Transform], axes_of_leaves: Iterable[Iterable[str]]
-) -> tuple[str, ...]:
-    """The axes of the mesh over which a step is distributed, given the axes of each state leaf.
+def sharding_of(transforms: Sequence[Transform], path: str, value: object) -> LeafSharding:
+    """How a leaf of a state lies on the mesh, from its value: a tensor, a DTensor or a number."""
+    tensor = value if isinstance(value, torch.Tensor) else torch.empty(())
+    leaf = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    sharding = leaf_sharding(transforms, path, leaf, tuple(leaf.shape))
+    user_sharding = UserSharding.of(value, sharding.axes)
+    if user_sharding is None:
+        return sharding
+    return leaf_sharding(transforms, path, leaf, user_sharding.local_shape)
+
+
+def program_shardings(graph: Graph, transforms: Iterable[Transform]) -> dict[Var, LeafSharding]:
+    """How each leaf of the state of a program lies on the mesh with these transforms."""
+    whole_shapes = graph.leaf_shapes or [v.shape for v in graph.state]
+    shardings = {}
+    for v, shape in zip(graph.state, whole_shapes):
+        leaf = torch.empty(shape, dtype=v.dtype, device="meta")
+        shardings[v] = leaf_sharding(transforms, v.name, leaf, v.shape)
+    return shardings
+
+
+def all_axes(transforms: Iterable[Transform], shardings: Iterable[LeafSharding]) -> tuple[str, ...]:
+    """The axes of the mesh over which a step is distributed, given the shardings of the leaves of its state.
 
     A joint axis counts as its members. A step may have no leaves, so the axes of the transforms themselves count too.
     """
     axes: list[str] = []
     for t in transforms:
         axes += t.axes
-    for leaf_axes in axes_of_leaves:
-        axes += leaf_axes
+    for sharding in shardings:
+        axes += sharding.axes
     return members_of(axes)
-
-
-def layout_of(transforms: Sequence[Transform], name: str, leaf: object) -> Layout:
-    """The layout of a state leaf, from the first transform that chooses one. A number is whole on every rank.
-
-    If the step itself divides the leaf over other axes, this is the layout of this rank's part.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        return ()
-    user_sharding = UserSharding.of(leaf, axes_of(transforms, name, leaf))
-    shape = user_sharding.local_shape if user_sharding else tuple(leaf.shape)
-    meta_leaf = _meta(leaf)
-    for t in transforms:
-        layout = t.layout(name, shape, meta_leaf)
-        if layout is not None:
-            return layout
-    return ()
-
-
-def memory_of(transforms: Iterable[Transform], name: str, leaf: object) -> MemoryKind:
-    """The memory that holds a state leaf between steps. A number is on the device."""
-    if not isinstance(leaf, torch.Tensor):
-        return "device"
-    meta_leaf = _meta(leaf)
-    memories = (t.leaf_memory(name, meta_leaf) for t in transforms)
-    return next((kind for kind in memories if kind != "device"), "device")
-
-
-# ---- meta tensors of state leaves
-
-
-def _meta(leaf: object) -> torch.Tensor:
-    """A meta tensor with the shape and dtype of a state leaf. A number becomes a scalar."""
-    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.empty(())
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def meta_leaves(graph: Graph) -> list[torch.Tensor]:
-    """Meta tensors with the shapes and dtypes of the whole state leaves, before the step itself divides them."""
-    shapes = graph.leaf_shapes or [v.shape for v in graph.state]
-    leaves = zip(graph.state, shapes)
-    return [torch.empty(shape, dtype=v.dtype, device="meta") for v, shape in leaves]
 
 
 # ---- options and their errors

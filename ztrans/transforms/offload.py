@@ -16,11 +16,12 @@ import torch
 from ..ir.collectives import rules
 from ..ir.copies import copy_to, is_copy, wait_for_copy
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
+from ..ir.layout import LeafSharding
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
 from ..ir.source import where as line_of
 from ..rewrites.rewriter import Rewriter, prerequisites, reordered
-from .base import Transform, byte_count, constructor, meta_leaves
+from .base import Transform, byte_count, constructor, program_shardings
 
 Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
@@ -108,13 +109,13 @@ class Offload(Transform):
     def within(self, limit: int) -> Transform:
         return self if self.memory is None else dataclasses.replace(self, memory=limit)
 
-    def leaf_memory(self, path: str, leaf: torch.Tensor) -> MemoryKind:
+    def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
         if not leaf.shape or self.where is None:
-            return "device"
+            return LeafSharding()
         matches = (
             fnmatchcase(path, self.where) if isinstance(self.where, str) else self.where(path, leaf)
         )
-        return "host" if matches else "device"
+        return LeafSharding(memory="host" if matches else "device")
 
     def rewrite(self, graph: Graph) -> Graph:
         if self.memory is not None:
@@ -131,10 +132,9 @@ class Offload(Transform):
 
     def _with_moved_leaves(self, graph: Graph, where: Where) -> Graph:
         moving = _MovingLeaves(graph)
-        for v, leaf in zip(graph.state, meta_leaves(graph)):
-            kind = self.leaf_memory(v.name, leaf)
-            if kind != "device":
-                moving.move(v, kind)
+        for v, sharding in program_shardings(graph, [self]).items():
+            if sharding.memory != "device":
+                moving.move(v, sharding.memory)
         if not moving.moved:
             raise _matches_none(where, graph)
         return leaf_by_leaf(moving.applied())

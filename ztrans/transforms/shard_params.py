@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.axes import joint_axis, members, members_of, members_of_flat
 from ..ir.collectives import rules
 from ..ir.dependencies import depending, reachable
-from ..ir.graph import Eqn, Graph, Layout, Split, Var, dce, producers, users
-from ..ir.layout import AbstractMesh, is_worth_splitting, mesh_axes
+from ..ir.graph import Eqn, Graph, Split, Var, dce, producers, users
+from ..ir.layout import AbstractMesh, LeafSharding, is_worth_splitting, mesh_axes
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.source import where
 from ..ir.user_collectives import is_user_start
@@ -198,22 +198,19 @@ class ShardParams(Transform):
         joint = joint_axis(_as_tuple(axis), [name for name, _ in mesh_axes(self.mesh)])
         return (joint, self.replicate_axis) if self.replicate_axis else (joint,)
 
-    def leaf_axes(self, path: str, leaf: torch.Tensor) -> tuple[str, ...]:
-        if not callable(self.axis):
-            return self.axes
-        axis = self.axis(path, leaf)
-        option = f"axis({path!r}, leaf)"
-        return self._with_replicas(_checked(self.mesh, option, axis, self.replicate_axis))
-
-    def layout(self, path: str, shape: tuple[int, ...], leaf: torch.Tensor) -> Layout:
+    def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
+        axes = self.axes
+        if callable(self.axis):
+            axis, option = self.axis(path, leaf), f"axis({path!r}, leaf)"
+            axes = self._with_replicas(_checked(self.mesh, option, axis, self.replicate_axis))
         is_replicated = self.where is not None and not self.where(path, leaf)
         if self.stage == 0 or not shape or is_replicated:
-            return ()
+            return LeafSharding(axes)
         dim = self._dim(path, leaf)
-        axis = self.leaf_axes(path, leaf)[0]  # a second one would be the axis of replicas
-        if not is_worth_splitting(shape[dim], self._ranks(axis)):
-            return ()
-        return (Split(axis, dim),)
+        main_axis = axes[0]  # a second one is the axis of replicas
+        if not is_worth_splitting(shape[dim], self._ranks(main_axis)):
+            return LeafSharding(axes)
+        return LeafSharding(axes, (Split(main_axis, dim),))
 
     def _ranks(self, axis: str) -> int:
         """The number of ranks of an axis or a joint axis."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...ir.axes import members, members_of
 from ...ir.graph import Graph, Var
-from ..base import all_axes, meta_leaves
+from ..base import all_axes, program_shardings
 
 if TYPE_CHECKING:
     from ..shard_params import ShardParams
@@ -38,10 +38,9 @@ class LeafAxes:
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
         """The axes of the leaves of a plain program, from the options of `shard_params`."""
-        by_leaf: dict[Var, tuple[str, ...]] = {}
-        for v, leaf in zip(graph.state, meta_leaves(graph)):
-            by_leaf[v] = options.leaf_axes(v.name, leaf)
-        every_axis = all_axes([options], by_leaf.values())
+        shardings = program_shardings(graph, [options])
+        by_leaf = {v: sharding.axes for v, sharding in shardings.items()}
+        every_axis = all_axes([options], shardings.values())
         absent = {}
         for v, axes in by_leaf.items():
             absent[v] = frozenset(every_axis) - {*members_of(axes)}

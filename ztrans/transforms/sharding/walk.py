@@ -27,7 +27,7 @@ from ...ir.source import where
 from ...ir.user_collectives import accepted_layouts, is_user_collective
 from ...ir.varying import varying, varying_by_leaf
 from ...ops import EVERY_AXIS
-from ..base import meta_leaves
+from ..base import program_shardings
 from .leaf_axes import LeafAxes
 from .rank_values import EndOfStep, RankValues
 from .registered_rules import NoRule
@@ -152,10 +152,9 @@ class Walk:
     def local_leaves(self) -> list[Var]:
         """The leaves of the state in the layouts that the options choose."""
         leaves = []
-        for v, leaf in zip(self.graph.state, meta_leaves(self.graph)):
-            layout = self.options.layout(v.name, v.shape, leaf)
+        for v, sharding in program_shardings(self.graph, [self.options]).items():
             # The only rank of an axis has the whole value.
-            layout = tuple(p for p in layout if self.graph.axes[p.axis] > 1)
+            layout = tuple(p for p in sharding.layout if self.graph.axes[p.axis] > 1)
             leaves.append(dataclasses.replace(v, layout=layout))
         return leaves
 
