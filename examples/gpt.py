@@ -1,4 +1,4 @@
-"""Train a GPT on bytes of the standard library's source, sharded over all ranks. Needs einops.
+"""Train a GPT on bytes of the standard library's source, sharded over all ranks.
 
 python examples/gpt.py                                        # one process
 torchrun --standalone --nproc-per-node 2 examples/gpt.py      # two processes, with the same losses up to rounding

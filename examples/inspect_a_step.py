@@ -1,6 +1,6 @@
 """Inspect a step for eight ranks in one process: what each transform changes, its cost, and its memory.
 
-python examples/inspect_a_step.py      # needs einops
+python examples/inspect_a_step.py
 """
 
 from itertools import pairwise

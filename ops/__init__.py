@@ -1,4 +1,4 @@
-"""Kernels and collective operations. They import torch and Triton, and do not depend on programs.
+"""Kernels and collective operations. They import torch, Triton and einops, and do not depend on programs.
 
 The file of an operation has its contract, its reference in plain torch, its kernels, and its registration under
 `torch.ops.ztrans`. `marks` has the operations that mark a trace. Operations are built from `kernel`, `operation`,

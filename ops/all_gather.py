@@ -19,6 +19,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
@@ -59,7 +60,7 @@ def reference(buffers, pads, error, outs, sizes, rank, channels, spins) -> None:
     dtype = outs[0].dtype
     memories = at_addresses(buffers, sum(sizes) * dtype.itemsize)
     parts = [memory.view(dtype) for memory in memories]
-    unpacked(torch.cat(parts), sizes, len(parts), outs)
+    unpacked(rearrange(parts, "rank element -> (rank element)"), sizes, len(parts), outs)
     wait_for_all(pads, error, rank, spins)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from einops import rearrange
 
 from .move import is_movable, move, plan
 from .operation import define
@@ -51,22 +52,25 @@ def cast_pack(
 def reference(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
 ) -> None:
-    """cast_pack in plain torch, part by part and row by row."""
+    """cast_pack in plain torch, part by part."""
     for part, rows in zip(parts, out.view(ranks, -1).split(list(sizes), dim=1), strict=True):
         _copy(part, rows)
 
 
 def _copy(part: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy a part to its place in every row, followed by zeros."""
-    ranks, size = rows.shape
-    if ranks == 1 and part.numel() == size:  # one pass copies any strides
-        rows[0].view(part.shape).copy_(part)
+    padding = rows.numel() - part.numel()
+    if len(rows) == 1:  # one pass copies any strides
+        row = rows[0]
+        if padding:
+            row, rest = row.split([part.numel(), padding])
+            rest.zero_()
+        row.view(part.shape).copy_(part)
         return
     flat = part.reshape(-1)
-    for r, row in enumerate(rows):
-        here = flat[r * size : (r + 1) * size]
-        row[: here.numel()].copy_(here)
-        row[here.numel() :].zero_()
+    if padding:
+        flat = torch.nn.functional.pad(flat, (0, padding))
+    rows.copy_(rearrange(flat, "(rank element) -> rank element", rank=len(rows)))
 
 
 def launch(

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 
 from .barrier import SPINS, meet
 from .barrier import reference as wait_for_all
@@ -67,12 +68,11 @@ def reduce_scatter(
 def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spins) -> None:
     """reduce_scatter in plain torch: the reference, and the implementation for processes that share memory."""
     wait_for_all(pads, error, rank, spins)
-    total = sum(sizes)
-    memories = at_addresses(buffers, len(buffers) * total * dtype.itemsize)
+    world = len(buffers)
     parts = []
-    for memory in memories:
-        row = memory.view(dtype).view(len(buffers), total)[rank]
-        parts.append(row.split(list(sizes)))
+    for memory in at_addresses(buffers, world * sum(sizes) * dtype.itemsize):
+        rows = rearrange(memory.view(dtype), "(rank element) -> rank element", rank=world)
+        parts.append(rows[rank].split(list(sizes)))
     for out, *terms in zip(outs, *parts, strict=True):
         out.view(-1).copy_(reduce([term[: out.numel()] for term in terms], op, out.dtype))
     wait_for_all(pads, error, rank, spins)
