@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from einops import rearrange
 
-from .move import is_movable, move, plan
+from .move import is_movable, move, parts_of, plan
 from .operation import define
 
 
@@ -97,16 +96,17 @@ def launch(
 
 @functools.cache
 def _rows(
-    sizes: tuple[int, ...], numels: tuple[int, ...], indices: tuple[int, ...], ranks: int, device
-):
+    sizes: tuple[int, ...],
+    numels: tuple[int, ...],
+    indices: tuple[int, ...],
+    ranks: int,
+    device: torch.device,
+) -> torch.Tensor:
+    buffer = len(sizes)
     pieces = []
-    total = sum(sizes)
-    offsets = list(accumulate(sizes, initial=0))
-    for k in indices:
-        size = sizes[k]
-        for r in range(ranks):
-            count = min(size, max(0, numels[k] - r * size))
-            pieces.append((k, r * size, len(sizes), r * total + offsets[k], count, size))
+    for k, start, place, count in parts_of(sizes, numels, ranks):
+        if k in indices:
+            pieces.append((k, start, buffer, place, count, sizes[k]))
     return plan(pieces, device)
 
 

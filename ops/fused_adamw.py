@@ -42,6 +42,11 @@ _ARGUMENTS = (
     "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? scale=None"
 )
 _WRITTEN = ("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "Tensor(d!)[]")
+# Lists that need not be in fp32: their name in errors, and their dtypes, as text and as a set.
+_DTYPES = {
+    "grads": ("gradients", "all fp32, all bf16 or all fp16", FLOATS.keys()),
+    "halves": ("halves", "all bf16 or all fp16", FLOATS.keys() - {torch.float32}),
+}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -223,45 +228,27 @@ def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def _check_lists(lists: dict[str, Tensors]) -> None:
     """Check the lists of an update by their names: the parameters, the gradients, and the moments."""
+    params = lists["self"]
     for name, tensors in lists.items():
-        _check_shapes(name, tensors, lists["self"])
-        if name not in ("grads", "halves"):
-            _check_overwritten(name, tensors)
-    dtypes = {g.dtype for g in lists["grads"]}
-    if len(dtypes) > 1 or not dtypes <= FLOATS.keys():
-        raise TypeError(
-            f"update: gradients must be all fp32, all bf16 or all fp16; got {_listed(dtypes)}."
-        )
-    _check_halves(lists.get("halves", ()))
+        if len(tensors) != len(params):
+            raise ValueError(
+                f"update: {len(params)} parameters, but {len(tensors)} tensors in {name}."
+            )
+        for k, (x, p) in enumerate(zip(tensors, params)):
+            if x.shape != p.shape:
+                raise ValueError(
+                    f"update: {name}[{k}] must have the shape {list(p.shape)} of its parameter; got {list(x.shape)}."
+                )
+        subject, wanted, accepted = _DTYPES.get(name, (name, "fp32", {torch.float32}))
+        dtypes = {x.dtype for x in tensors}
+        if len(dtypes) > 1 or not dtypes <= accepted:
+            raise TypeError(f"update: {subject} must be {wanted}; got {_listed(dtypes)}.")
+        # The kernel's launch copies gradients with gaps. The other lists are overwritten.
+        if name != "grads" and not all(x.is_contiguous() for x in tensors):
+            raise TypeError(f"update: {name} must be contiguous.")
     devices = {x.device for tensors in lists.values() for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"update: all tensors must be on one device; got {_listed(devices)}.")
-
-
-def _check_shapes(name: str, tensors: Tensors, params: Tensors) -> None:
-    if len(tensors) != len(params):
-        raise ValueError(f"update: {len(params)} parameters, but {len(tensors)} tensors in {name}.")
-    for k, (x, p) in enumerate(zip(tensors, params)):
-        if x.shape != p.shape:
-            raise ValueError(
-                f"update: {name}[{k}] must have the shape {list(p.shape)} of its parameter; got {list(x.shape)}."
-            )
-
-
-def _check_overwritten(name: str, tensors: Tensors) -> None:
-    dtypes = {x.dtype for x in tensors}
-    if not dtypes <= {torch.float32}:
-        raise TypeError(f"update: {name} must be fp32; got {_listed(dtypes)}.")
-    if not all(x.is_contiguous() for x in tensors):
-        raise TypeError(f"update: {name} must be contiguous.")
-
-
-def _check_halves(halves: Tensors) -> None:
-    dtypes = {x.dtype for x in halves}
-    if len(dtypes) > 1 or not dtypes <= FLOATS.keys() - {torch.float32}:
-        raise TypeError(f"update: halves must be all bf16 or all fp16; got {_listed(dtypes)}.")
-    if not all(x.is_contiguous() for x in halves):
-        raise TypeError("update: halves must be contiguous.")
 
 
 def _listed(things: Iterable[object]) -> str:

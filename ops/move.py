@@ -10,7 +10,8 @@ element. A full block with source and destination aligned to 16 bytes moves 16 b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -40,6 +41,23 @@ def _move(rows, bases, SRC: tl.constexpr, DST: tl.constexpr, BLOCK: tl.constexpr
 
 
 Piece = tuple[int, int, int, int, int, int]
+
+
+def parts_of(
+    sizes: Sequence[int], numels: Sequence[int], ranks: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """The part of each value for each rank: (value, start in it, start in a buffer, elements).
+
+    Row r of the buffer has room for `sizes` elements of each value, and holds those from r * size on.
+
+    >>> list(parts_of([2, 1], [3, 2], 2))
+    [(0, 0, 0, 2), (0, 2, 3, 1), (1, 0, 2, 1), (1, 1, 5, 1)]
+    """
+    total = sum(sizes)
+    for k, (size, numel, offset) in enumerate(zip(sizes, numels, accumulate(sizes, initial=0))):
+        for r in range(ranks):
+            start = r * size
+            yield k, start, r * total + offset, min(size, max(0, numel - start))
 
 
 def plan(pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:

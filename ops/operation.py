@@ -8,7 +8,7 @@ only `check` runs, so a trace has the operation as one node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,3 +36,16 @@ def define_composite(schema: str, function: Callable) -> None:
     """Define the operation with this schema. `function` computes it from other operations, on every device."""
     LIBRARY.define(schema)
     LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+
+
+def check_like(
+    name: str,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise for a tensor that is not contiguous, of the dtype, and on the device. `kind` is its name in errors."""
+    for k, x in enumerate(tensors):
+        if x.dtype != dtype or x.device != device or not x.is_contiguous():
+            raise ValueError(f"{name}: {kind} {k} must be contiguous, {dtype} and on {device}.")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from .kernel import element
-from .operation import define
+from .operation import check_like, define
 from .reduce import reduce
 from .reduce_scatter import BLOCK, check_sum, pieces_of, sum_rows
 from .tables import addresses
@@ -74,12 +74,7 @@ def _check(terms, outs, sizes, op, count) -> None:
         raise ValueError(
             f"sum_terms: the terms must be contiguous rows of {sum(sizes)} elements, not {tuple(terms.shape)}."
         )
-    for k, out in enumerate(outs):
-        is_like = out.dtype == outs[0].dtype and out.device == terms.device
-        if not is_like or not out.is_contiguous():
-            raise ValueError(
-                f"sum_terms: out {k} must be contiguous, {outs[0].dtype}, on {terms.device}."
-            )
+    check_like("sum_terms", "out", outs, outs[0].dtype, terms.device)
     check_sum("sum_terms", "out", outs, sizes, op, terms.dtype)
 
 

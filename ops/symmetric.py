@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .operation import check_like
+
 # The most blocks in the grid of a collective. Each has signals of its own.
 CHANNELS = 128
 # The default number of blocks of a collective.
@@ -81,11 +83,7 @@ def check_arguments(name: str, kind: str, buffers, outs, sizes, rank: int, chann
         )
     if not 1 <= channels <= CHANNELS:
         raise ValueError(f"{name}: channels must be 1 to {CHANNELS}, got {channels}.")
-    for k, out in enumerate(outs):
-        if out.dtype != outs[0].dtype or out.device != buffers.device or not out.is_contiguous():
-            raise ValueError(
-                f"{name}: {kind} {k} must be contiguous, {outs[0].dtype}, on {buffers.device}."
-            )
+    check_like(name, kind, outs, outs[0].dtype, buffers.device)
 
 
 def in_one_process(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Symmetric]:

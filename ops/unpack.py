@@ -19,8 +19,8 @@ from itertools import accumulate
 
 import torch
 
-from .move import is_movable, move, plan
-from .operation import define
+from .move import is_movable, move, parts_of, plan
+from .operation import check_like, define
 
 
 def unpack(
@@ -68,12 +68,10 @@ def launch(
 def _rows(
     sizes: tuple[int, ...], numels: tuple[int, ...], ranks: int, device: torch.device
 ) -> torch.Tensor:
+    buffer = len(sizes)
     pieces = []
-    total = sum(sizes)
-    for k, (offset, size, numel) in enumerate(zip(accumulate(sizes, initial=0), sizes, numels)):
-        for r in range(ranks):
-            n = min(size, max(0, numel - r * size))
-            pieces.append((len(sizes), r * total + offset, k, r * size, n, n))
+    for k, start, place, count in parts_of(sizes, numels, ranks):
+        pieces.append((buffer, place, k, start, count, count))
     return plan(pieces, device)
 
 
@@ -95,12 +93,7 @@ def _check_outs(
     buffer: torch.Tensor, sizes: Sequence[int], ranks: int, outs: Sequence[torch.Tensor]
 ) -> None:
     _check(buffer, sizes, [v.numel() for v in outs], ranks)
-    for k, value in enumerate(outs):
-        is_like = value.dtype == buffer.dtype and value.device == buffer.device
-        if not is_like or not value.is_contiguous():
-            raise ValueError(
-                f"unpack: value {k} must be contiguous, {buffer.dtype} and on {buffer.device}."
-            )
+    check_like("unpack", "value", outs, buffer.dtype, buffer.device)
 
 
 define(
