@@ -473,8 +473,8 @@ class Lowered(Printed):
         """
         cluster = cluster or self.cluster
         timeline = simulate(self.graph, cluster)
-        neighbours = self.plan.neighbours
-        bound = lower_bound(self.graph, self.unordered, neighbours, cluster, timeline.peak)
+        options = self.plan.lever_options
+        bound = lower_bound(self.graph, self.unordered, options, cluster, timeline.peak)
         return dataclasses.replace(timeline, bound=bound)
 
     @ends_at_user

@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 
 from tests.support.evaluate import evaluate
+from ztrans.planning.levers import PARTS, WHOLE
 from ztrans.planning.solver.changes import CHANGES, Change
 from ztrans.planning.solver.problem import Problem
 from ztrans.planning.solver.search import solve
-from ztrans.planning.solver.sweep import VALUES
+from ztrans.planning.solver.sweep import VALUES, values_of
 
 from .. import RESULTS, processor
 from .planned import subjects
@@ -55,7 +56,7 @@ class Part:
 
 
 CHOICES: dict[str, Change | str] = {
-    **{f"sweep: {scalar}": scalar for scalar in VALUES},
+    **{f"sweep: {scalar}": scalar for scalar in (WHOLE.name, PARTS.name, *VALUES)},
     **{f"climb: {change.__doc__}".rstrip("."): change for change, _ in CHANGES},
 }
 
@@ -64,7 +65,7 @@ def planned_step(problem: Problem, without: frozenset[str]) -> Step:
     """A step that is planned without some of what the search tries."""
     left_out = [CHOICES[name] for name in without]
     changes = tuple(each for each in CHANGES if each[0] not in left_out)
-    values = {scalar: VALUES[scalar] for scalar in VALUES if scalar not in left_out}
+    values = {k: values for k, values in values_of(problem).items() if k not in left_out}
     return lambda: evaluate(problem, solve(problem, changes=changes, values=values)).seconds
 
 

@@ -66,6 +66,7 @@ NEAR = {
     "planning.durations": "planning/test_cluster planning/test_published_fusion ir/test_collectives planning/test_contention",
     "planning.eager_updates": "planning/test_early_updates planning/test_updates_together planning/test_objective",
     "planning.formulate": "planning/test_skeleton planning/test_objective planning/test_one_memory_model",
+    "planning.levers": "planning/test_parts planning/test_skeleton planning/test_one_memory_model",
     "planning.make_plan": "planning/test_plan planning/test_limit transforms/test_overlap_grads",
     "planning.network": "planning/test_play planning/solver/test_solver",
     "planning.problem_memory": "planning/test_one_memory_model planning/test_lifetimes",

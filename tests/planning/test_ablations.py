@@ -6,6 +6,7 @@ from benchmarks.plans import ablations
 from benchmarks.plans.ablations import CHOICES, Part, planned_step
 from tests.support.evaluate import evaluate
 from tests.support.synthetic import seven
+from ztrans.planning.levers import PARTS, WHOLE
 from ztrans.planning.solver.changes import CHANGES
 from ztrans.planning.solver.search import solve
 from ztrans.planning.solver.sweep import VALUES
@@ -44,7 +45,7 @@ def test_a_simulated_part_runs_once_and_lists_the_steps_in_which_a_choice_matter
 def test_whatever_a_search_tries_can_be_left_out():
     problem = seven()[-1].problem
     assert planned_step(problem, frozenset())() == evaluate(problem, solve(problem)).seconds
-    assert len(CHOICES) == len(CHANGES) + len(VALUES)
+    assert len(CHOICES) == len(CHANGES) + len((WHOLE, PARTS)) + len(VALUES)
     assert planned_step(problem, frozenset(CHOICES))() >= planned_step(problem, frozenset())()
 
 

@@ -143,7 +143,7 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
         pulled = chance.sample(levers, chance.randint(0, len(levers)))
         pulled = problem.free_levers.union(pulled)
         for k in sorted(pulled):
-            if problem.levers[k].sends is not None:
+            if problem.levers[k].sends:
                 pulled -= problem.rivals[k]
         dropped = problem.dropped(pulled)
         left = (i for i in range(len(problem.gathers)) if i not in dropped)

@@ -166,7 +166,7 @@ def test_a_saved_plan_says_which_values_are_kept_in_parts(tmp_path):
     lowered = lower()
     lowered.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    assert plan.neighbours == (("dp", 4),)
+    assert plan.lever_options == ("dp/4",)
     again = lowered.with_plan(plan)
     texts = ([zt.ir.equation(e) for e in each.graph.eqns] for each in (lowered, again))
     assert next(texts) == next(texts)
@@ -230,7 +230,7 @@ def test_reshard_always_and_a_number_leave_the_plan_no_choice():
 def test_one_host_has_no_parts():
     one = zt.cluster("cpu", dp=zt.by_host(8, "ethernet-100g", "ethernet-1g"))
     assert one.neighbours({"dp": 8}) == ()
-    assert SLOW.neighbours({"dp": 8}) == (("dp", 4),)
+    assert SLOW.neighbours({"dp": 8}) == ("dp/4",)
     assert SLOW.neighbours({"dp": 6}) == ()
     assert SLOW.link("dp/4").name == SLOW.link("dp/2").name == "inside"
     assert zt.cluster("cpu", dp="ethernet-1g").link("dp/4").name == "ethernet-1g"

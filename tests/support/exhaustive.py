@@ -8,7 +8,9 @@ from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 from tests.support.evaluate import memory
+from tests.support.synthetic import whole_levers
 from ztrans.planning.buffers import AT_START, AT_WAIT, Buffer
+from ztrans.planning.levers import PARTS
 from ztrans.planning.network import Message
 from ztrans.planning.solver.problem import (
     END,
@@ -16,12 +18,12 @@ from ztrans.planning.solver.problem import (
     Gather,
     Inside,
     Lever,
+    LeverKind,
     Problem,
     Reduction,
     Schedule,
     Update,
     Wire,
-    gather_levers,
 )
 from ztrans.planning.solver.validate import validate
 
@@ -66,7 +68,7 @@ def problem(
         gathers_in_flight=chance.choice([INF, INF, 0, 3, 5]),
         reductions_in_flight=chance.choice([INF, INF, 0, 3, 5]),
     )
-    drawn = replace(drawn, levers=gather_levers(drawn.gathers))
+    drawn = replace(drawn, levers=whole_levers(drawn.gathers))
     unpacked = {
         key: wire._replace(unpack=chance.choice([0.0, 0.25])) for key, wire in wires.items() if host
     }
@@ -202,15 +204,15 @@ def parted(chance: Random) -> Problem:
         use = ops - 1 - first
         again = gathers[first]._replace(use=use, last=use, release=first + 1, repeats=first)
         gathers.append(again)
-    levers = list(gather_levers(gathers))
+    levers = list(whole_levers(gathers))
     for i, again in enumerate(gathers[count:], count):
         made = gathers[again.repeats or 0].use
         part = again._replace(
-            key="parts", wire=chance.randint(0, 2), release=made + 1, repeats=None, replaces=i
+            key="parts", wire=chance.randint(0, 2), release=made + 1, repeats=None
         )
         kept = Buffer(chance.randint(1, 2), 2 * made, 2 * again.use)
-        copy_seconds = chance.choice([0.0, 0.25])
-        levers.append(Lever(f"part {i}", i, kept, len(gathers), made, copy_seconds))
+        copy = made, chance.choice([0.0, 0.25])
+        levers.append(Lever(PARTS, f"part {i}", i, (len(gathers),), (kept,), (copy,)))
         gathers.append(part)
     between = chance.randint(2, 5)
     return Problem(
@@ -223,6 +225,34 @@ def parted(chance: Random) -> Problem:
         memory=between + chance.randint(4, 9),
         levers=tuple(levers),
     )
+
+
+def levered(chance: Random) -> Problem:
+    """A random problem with levers of any kind: on first gathers too, with any bytes, compute and messages."""
+    p = problem(chance, keys=2, gathers=2, reductions=1)
+    kind = LeverKind("any", shares=(0.0, 0.5, 1.0))
+    ops = len(p.seconds)
+    gathers = list(p.gathers)
+    levers = list(p.levers)
+    for i, gather in enumerate(p.gathers):
+        for _ in range(chance.choice([0, 1, 1, 2])):
+            buffers = []
+            for _ in range(chance.randint(0, 2)):
+                first = chance.randint(0, 2 * ops)
+                buffers.append(Buffer(chance.randint(0, 3), first, chance.randint(first, 2 * ops)))
+            sends = tuple(range(len(gathers), len(gathers) + chance.choice([0, 1, 1, 2])))
+            for _ in sends:
+                other = gather._replace(
+                    key=chance.choice([*p.wires]),
+                    wire=chance.randint(0, 6),
+                    bytes=chance.randint(0, 4),
+                    release=chance.randint(0, gather.use),
+                    repeats=None,
+                )
+                gathers.append(other)
+            compute = ((chance.randrange(ops), chance.choice([0.0, 0.25])),)
+            levers.append(Lever(kind, "", i, sends, tuple(buffers), compute))
+    return replace(p, gathers=tuple(gathers), levers=tuple(levers))
 
 
 def _gathers(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
 from tests.support.evaluate import evaluate
+from ztrans.planning.levers import WHOLE, idle_value
 from ztrans.planning.solver.problem import (
     Bucket,
     Gather,
+    Lever,
     Problem,
     Reduction,
     Schedule,
     Wire,
-    gather_levers,
 )
 from ztrans.planning.solver.search import solve
 
@@ -28,6 +29,16 @@ class Case:
     gather_layers: tuple[int, ...]
     reduction_layers: tuple[int, ...]
     more: int  # bytes of additional memory, to measure how much time they save
+
+
+def whole_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
+    """For each gather that repeats an earlier one, the lever that keeps the earlier value."""
+    levers = []
+    for i, gather in enumerate(gathers):
+        if gather.repeats is not None:
+            kept = idle_value(gather.bytes, gathers[gather.repeats].last, gather.use)
+            levers.append(Lever(WHOLE, gather.name, i, buffers=kept))
+    return tuple(sorted(levers, key=lambda lever: [b.last - b.first for b in lever.buffers]))
 
 
 def llama(
@@ -110,7 +121,7 @@ def llama(
             "gather": Wire(lanes[0], "link", latency, pace),
             "reduce": Wire(lanes[1], "link", latency, pace),
         },
-        levers=gather_levers(gathers),
+        levers=whole_levers(gathers),
     )
     return Case(name, problem, tuple(gather_layers), tuple(reduction_layers), more)
 

@@ -60,7 +60,7 @@ def neighbour_count(axis: str) -> int | None:
     (4, None)
     """
     _, _, count = axis.partition(_NEIGHBOURS)
-    return int(count) if count else None
+    return int(count) if count.isdecimal() else None
 
 
 def whole_axis(axis: str) -> str:

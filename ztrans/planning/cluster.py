@@ -210,15 +210,15 @@ class Cluster:
                 links[neighbours(axis, link.local)] = link.inside
         return links
 
-    def neighbours(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """The axes over several hosts, each with its number of ranks on one host, which are neighbours."""
+    def neighbours(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The neighbours of each axis over several hosts: its ranks on one host, such as "dp/8"."""
         links = self.links_with_neighbours
-        axes_over_hosts = []
+        hosts = []
         for axis, ranks in sizes.items():
             local = links[axis].local if axis in links else 1
             if 1 < local < ranks and ranks % local == 0 and neighbours(axis, local) in links:
-                axes_over_hosts.append((axis, local))
-        return tuple(axes_over_hosts)
+                hosts.append(neighbours(axis, local))
+        return tuple(hosts)
 
     def route(self, eqn: Eqn, sizes: Mapping[str, int]) -> Route | None:
         """The route of a collective between hosts, with its bytes; None if the link was not made by `by_host`."""

@@ -13,14 +13,15 @@ from itertools import chain
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import bucket_key, is_small, rules
 from ..ir.copies import is_copy
+from ..ir.dependencies import grouped
 from ..ir.graph import Eqn, Graph, Region, Var, producers
-from ..ir.layout import bytes_on_first_rank
 from ..ir.op_facts import is_matmul
 from ..ir.rules import Sizes
 from ..rewrites.update_groups import group_updates, may_change_places
-from .buffers import Buffer, local_bytes
+from .buffers import local_bytes
 from .cluster import Cluster
-from .cost import launches
+from .cost import launches, memory_traffic
+from .devices import Device
 from .durations import (
     equation_seconds,
     messages,
@@ -29,10 +30,11 @@ from .durations import (
     transfers,
 )
 from .eager_updates import EagerGroup, eager_groups
+from .levers import ProgramLever, all_gathers, program_levers, with_all_axes
 from .network import Message
 from .problem_memory import with_memory
 from .skeleton import Collective, Skeleton
-from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire, gather_levers
+from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -58,7 +60,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         memory=budget,
         updates=_updates(s, cluster, groups, duration),
         fixed_messages=_fixed_messages(s, cluster),
-        levers=(*gather_levers(problem.gathers), *_levers_of_parts(s, problem.gathers, cluster)),
+        levers=_levers(s, cluster),
     )
 
 
@@ -86,7 +88,7 @@ def _frame_and_groups(s: Skeleton, update: str | None) -> tuple[Problem, tuple[E
         reductions_in_flight=_most_in_flight(hints.reductions_in_flight, reductions),
         updates=tuple(Update(0.0, group.after, group.release) for group in groups),
         names=s.place_names,
-        levers=(*gather_levers(gathers), *_levers_of_parts(s, gathers)),
+        levers=_levers(s),
     )
     return problem, groups
 
@@ -143,17 +145,16 @@ def _most_in_flight(hint: int | None, members: Sequence[Gather | Reduction]) -> 
     return max([hint, *(member.bytes for member in members)])
 
 
-# Gathers, and the levers that replace them.
+# Gathers, and the levers that drop them.
 
 
 def _gathers(s: Skeleton) -> tuple[Gather, ...]:
-    end = len(s.ops) - 1
     makers = producers(s.graph.eqns)
     phase_begins = _phase_begins(s)
     gathers: list[Gather] = []
     for i, collective in enumerate(s.gathers):
         start = collective.start
-        use = min(s.use[i], end)
+        use, last = s.spans[i]
         sources = [makers[v] for v in start.ins if v in makers]
         release = _release(s, sources, use)
         repeats = s.repeats[i]
@@ -163,18 +164,21 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
         if start.provenance is not None and start.provenance.regather == "always":
             # The user wants the memory back between forward and backward.
             release = max(release, phase_begins[start.region][use])
-        last = max(_last_reader(s, collective.value, end), use)
-        gather = _gather(collective, s.sizes, use, last)
+        gather = _gather(collective, s.graph.axes, use, last)
         gathers.append(gather._replace(release=min(release, use), repeats=repeats))
 
-    # Gathers of parts come after all gathers that they may replace.
-    for part_gather in s.part_gathers:
-        replaced = gathers[part_gather.replaces]
-        use = replaced.use
-        gather = _gather(part_gather.collective, s.sizes, use, replaced.last)
-        # The part exists once the first value has been waited for.
-        release = min(gathers[part_gather.first].use + 1, use)
-        gathers.append(gather._replace(release=release, replaces=part_gather.replaces))
+    # Gathers that only levers send come after all others.
+    sizes = with_all_axes(s).axes
+    lever_of = {gather: lever for lever in program_levers(s) for gather in lever.sends}
+    for collective in all_gathers(s)[len(gathers) :]:
+        lever = lever_of[collective]
+        dropped = gathers[lever.drops]
+        gather = _gather(collective, sizes, dropped.use, dropped.last)
+        # The equations of the lever may make what the gather sends.
+        made_at = {v: operation for operation, e in lever.eqns for v in e.results}
+        places = [made_at[v] + 1 for v in collective.start.ins if v in made_at]
+        release = min(max(places, default=dropped.release), dropped.use)
+        gathers.append(gather._replace(release=release))
     return tuple(gathers)
 
 
@@ -199,12 +203,6 @@ def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:
     return release
 
 
-def _last_reader(s: Skeleton, value: Var, end: int) -> int:
-    """The last operation that needs the storage of a value."""
-    equation_after = min(s.lifetimes.last[s.lifetimes.root[value]] + 1, len(s.graph.eqns))
-    return min(s.ops_before[equation_after] - 1, end)
-
-
 def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
     """For each region, the beginning of the phase of that region around each place."""
     begins: dict[Region, list[int]] = {"forward": [0], "backward": [0], "update": [0]}
@@ -216,34 +214,35 @@ def _phase_begins(s: Skeleton) -> dict[Region, list[int]]:
     return begins
 
 
-def _levers_of_parts(
-    s: Skeleton, gathers: Sequence[Gather], cluster: Cluster | None = None
-) -> tuple[Lever, ...]:
-    """The levers that send gathers of parts; parts that are kept for the shortest time come first.
-
-    A part is copied where the first value is waited for. Without a cluster, the copy takes no time.
-    """
+def _levers(s: Skeleton, cluster: Cluster | None = None) -> tuple[Lever, ...]:
+    """The levers of a problem. Without a cluster, their equations take no time."""
+    numbers = {gather: i for i, gather in enumerate(all_gathers(s))}
     levers = []
-    for i, part_gather in enumerate(s.part_gathers, len(s.gathers)):
-        part = part_gather.part[-1].out
-        size = bytes_on_first_rank(part, s.sizes)
-        first_use = gathers[part_gather.first].use
-        use = gathers[i].use
-        copy_seconds = 0.0
+    for lever in program_levers(s):
+        compute: tuple[tuple[int, float], ...] = ()
         if cluster is not None:
-            device = cluster.device
-            copy_seconds = device.kernel_gap + device.call_overhead + 2 * size / device.bandwidth
-        lever = Lever(
-            name=gathers[i].name,
-            drops=part_gather.replaces,
-            buffer=Buffer(size, 2 * first_use, 2 * use),
-            sends=i,
-            copied_at=first_use,
-            copy_seconds=copy_seconds,
-        )
-        levers.append((use - first_use, lever))
-    levers.sort(key=lambda item: item[0])
-    return tuple(lever for _, lever in levers)
+            compute = _lever_seconds(lever, with_all_axes(s), cluster.device)
+        sends = tuple(numbers[gather] for gather in lever.sends)
+        levers.append(Lever(lever.kind, lever.name, lever.drops, sends, lever.buffers, compute))
+    return tuple(levers)
+
+
+def _lever_seconds(
+    lever: ProgramLever, graph: Graph, device: Device
+) -> tuple[tuple[int, float], ...]:
+    """The seconds of the equations of a lever, by the operation before which they run. They count as copies."""
+    by_operation = []
+    for operation, eqns in grouped(lever.eqns).items():
+        overhead = 0.0
+        traffic = 0
+        for e in eqns:
+            if rules(e).shares_storage(e):
+                overhead += device.call_overhead
+            else:
+                overhead += device.kernel_gap
+                traffic += memory_traffic(e, graph)
+        by_operation.append((operation, overhead + traffic / device.bandwidth))
+    return tuple(by_operation)
 
 
 # Reductions.
@@ -334,9 +333,9 @@ def _wires(s: Skeleton, problem: Problem, cluster: Cluster) -> dict[Hashable, Wi
     share_of_products = product_share(s.graph, equation_seconds(s.graph, cluster))
 
     def wire(start: Eqn) -> Wire:
-        return _wire(start, s.sized_graph, cluster, share_of_products)
+        return _wire(start, with_all_axes(s), cluster, share_of_products)
 
-    for gather, planned_gather in zip(problem.gathers, s.all_gathers):
+    for gather, planned_gather in zip(problem.gathers, all_gathers(s)):
         wires[gather.key] = wire(planned_gather.start)
     for reduction, planned_reduction in zip(problem.reductions, s.reductions):
         wires[reduction.key] = wire(planned_reduction.start)

@@ -14,12 +14,12 @@ from .cluster import Cluster
 from .cost import bytes_of_others
 from .formulate import formulate
 from .simulate import simulate
-from .skeleton import Neighbours, skeleton
+from .skeleton import skeleton
 from .solver.bound import bound
 
 
 def lower_bound(
-    graph: Graph, unordered: Graph, neighbours: Neighbours, cluster: Cluster, peak: int
+    graph: Graph, unordered: Graph, lever_options: tuple[str, ...], cluster: Cluster, peak: int
 ) -> tuple[float, str] | None:
     """A lower bound for the seconds of a program, and what binds it in the last micro-batch.
 
@@ -28,13 +28,13 @@ def lower_bound(
     Args:
         graph: the program in the order of its plan.
         unordered: the program before it has an order.
-        neighbours: the neighbours that the plan names. The cluster may not have them.
+        lever_options: the options of the plan's levers. The cluster may not have them.
         cluster: the speeds.
         peak: the bytes that may be live in every order.
     """
     # Each micro-batch is bounded by itself, so the bytes of the others are taken from the peak.
     peak -= min(bytes_of_others(graph, micro_batch_programs(graph)).values())
-    all_neighbours = tuple(dict.fromkeys((*cluster.neighbours(unordered.axes), *neighbours)))
+    options = tuple(dict.fromkeys((*cluster.neighbours(unordered.axes), *lever_options)))
     if graph.carried:
         # These gathers may end during the step before. So the bound counts no time for them, and their leaves are
         # whole from the start.
@@ -46,13 +46,13 @@ def lower_bound(
         size = local_bytes(unordered)
         peak += sum(size(v) for v in unordered.inputs[num_inputs:])
 
-    order = skeleton(unordered, all_neighbours)
+    order = skeleton(unordered, options)
     if not order.gathers and not order.reductions:
         return None
     total = 0.0
     bottleneck = ""
     for part, times in micro_batch_programs(unordered).runs:
-        order = skeleton(part, all_neighbours)
+        order = skeleton(part, options)
         if order.gathers or order.reductions:
             result = bound(formulate(order, cluster, peak))
             seconds, bottleneck = result.seconds, result.binds

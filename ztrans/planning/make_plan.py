@@ -12,10 +12,8 @@ and its notes say so.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import NamedTuple
 
-from ..ir.axes import neighbour_count, whole_axis
 from ..ir.graph import Graph, Hints
 from ..ir.pairing import pair
 from ..ir.printer import format_bytes
@@ -25,9 +23,10 @@ from .cost import memory
 from .durations import notes_on_unknown_costs
 from .early_updates import with_early_updates
 from .formulate import formulate
+from .levers import lever_notes, pulled_levers
 from .limit import DoesNotFit, does_not_fit
 from .plan import WRITTEN, Plan, buckets_by_name
-from .realise import realise, sent_part_gathers, without_hints
+from .realise import realise, without_hints
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
 from .solver.search import EFFORT, WITHOUT_SEARCH, least_memory, solve
@@ -93,7 +92,7 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         notes.append(
             "updates run at the end: in between they would not have fitted the memory budget"
         )
-    notes += _notes_on_parts(s, schedule)
+    notes += lever_notes(pulled_levers(s, schedule.levers))
     plan = Plan(s.fingerprint, *buckets_by_name(s, problem, schedule), update, tuple(notes))
     return _with_notes(plan, graph, planned_memory.peak, cluster), ordered
 
@@ -171,22 +170,6 @@ def _without_collectives(s: Skeleton, cluster: Cluster) -> tuple[Plan, Graph]:
         raise does_not_fit(graph, cluster.device, graph_memory)
     plan = Plan(s.fingerprint, update=update)
     return _with_notes(plan, graph, graph_memory.peak, cluster), check(graph)
-
-
-def _notes_on_parts(s: Skeleton, schedule: Schedule) -> list[str]:
-    """How many values neighbours keep in parts, and gather again among themselves."""
-    axes: Counter[str] = Counter()
-    for part_gather in sent_part_gathers(s, schedule):
-        axes[part_gather.collective.start.kwargs["axis"]] += 1
-    repeats = sum(first is not None for first in s.repeats)
-    notes = []
-    for axis, count in axes.items():
-        ranks = neighbour_count(axis)
-        notes.append(
-            f"each {ranks} neighbours of {whole_axis(axis)} keep {count} of the {repeats} values that are gathered "
-            f"again, a part on each"
-        )
-    return notes
 
 
 def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem, str]:

@@ -13,9 +13,8 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,13 +22,13 @@ from typing import Any
 
 from ..ir.printer import WIDTH, fold, wrap
 from ..ir.wire_traffic import WireTraffic
-from .skeleton import Collective, Neighbours, Skeleton
-from .solver.problem import Bucket, Levers, Problem, Schedule
+from .levers import all_gathers
+from .skeleton import Skeleton
+from .solver.problem import Bucket, Problem, Schedule
 from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
-_AMONG_NEIGHBOURS = re.compile(r".*@(.+)/([0-9]+)")  # the name of a gather, its axis and a count
 _WITH_NEXT = ", with the next"  # after the place of a reduction
 _MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
@@ -152,14 +151,14 @@ class Plan:
         return Plan(**{name: _frozen(value) for name, value in decoded.items()})
 
     @property
-    def neighbours(self) -> Neighbours:
-        """The neighbours that keep parts of values, from the names of the gathers of these parts."""
-        axes: dict[tuple[str, int], None] = {}
-        for name in _member_names(self.gathers):
-            match = _AMONG_NEIGHBOURS.fullmatch(name)
-            if match:
-                axes[match[1], int(match[2])] = None
-        return tuple(axes)
+    def lever_options(self) -> tuple[str, ...]:
+        """What its levers use, from the names of the gathers: they end in "@dp/8" if 8 neighbours keep parts."""
+        options: dict[str, None] = {}
+        for name in (*_member_names(self.gathers), *self.dropped):
+            _, at, option = name.rpartition("@")
+            if at:
+                options[option] = None
+        return tuple(options)
 
     def as_text(self, *, full: bool = False) -> str:
         """The plan as text: a summary, then its buckets by the names of their members.
@@ -302,7 +301,7 @@ def buckets_by_name(
     places = s.place_names
     gathers = []
     for bucket in schedule.gathers:
-        names = tuple(s.all_gathers[i].name for i in bucket.members)
+        names = tuple(all_gathers(s)[i].name for i in bucket.members)
         gathers.append((names, places[bucket.start]))
     reductions = []
     for bucket in schedule.reductions:
@@ -310,9 +309,9 @@ def buckets_by_name(
         suffix = _WITH_NEXT if bucket.with_next else ""
         reductions.append((names, f"{places[bucket.wait]}{suffix}"))
 
-    # In the order of the dropped gathers. A lever that sends a gather in place of another has it in a bucket instead.
+    # In the order of the dropped gathers. A lever that sends others in their place has these in buckets.
     levers = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
-    dropped = tuple(lever.name for lever in levers if lever.sends is None)
+    dropped = tuple(lever.name for lever in levers if not lever.sends)
     return tuple(gathers), tuple(reductions), dropped
 
 
@@ -325,9 +324,23 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
     Raises:
         ScheduleError: a name or a place is wrong.
     """
-    gather = _numbers("gather", s.all_gathers, plan.gathers, plan.dropped)
-    reduction = _numbers("reduction", s.reductions, plan.reductions)
-    levers = _levers(problem, plan)
+    gather = {collective.name: i for i, collective in enumerate(all_gathers(s))}
+    reduction = {collective.name: i for i, collective in enumerate(s.reductions)}
+    # The levers that send nothing, which a plan names among what it drops.
+    lever_of = {lever.name: i for i, lever in enumerate(problem.levers) if not lever.sends}
+    gather_names = _member_names(plan.gathers)
+    _check_names("gather", gather_names, gather)
+    _check_names("gather", (*gather_names, *plan.dropped), {**gather, **lever_of})
+    _check_names("reduction", _member_names(plan.reductions), reduction)
+
+    levers = set()
+    for name in plan.dropped:
+        if name not in lever_of:
+            raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
+        levers.add(lever_of[name])
+    for name in gather_names:
+        if gather[name] in problem.sent_by:
+            levers.add(problem.sent_by[gather[name]])
     dropped = problem.dropped(levers)
     sent = [name for name, i in gather.items() if i not in dropped]
     _check_complete("gather", plan.gathers, sent)
@@ -346,44 +359,23 @@ def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
         deadline = min(problem.reductions[i].deadline for i in members)
         wait = _place(s, place.removesuffix(_WITH_NEXT), names, start, deadline)
         reductions.append(Bucket(members, start, wait, place.endswith(_WITH_NEXT)))
-    schedule = Schedule(tuple(gathers), tuple(reductions), levers)
+    schedule = Schedule(tuple(gathers), tuple(reductions), frozenset(levers))
     validate(problem, schedule)
     return schedule
 
 
-def _levers(problem: Problem, plan: Plan) -> Levers:
-    """The levers that a plan pulls: for each gather that it drops, and each gather of parts that it sends."""
-    drop_levers: dict[str, int] = {}
-    part_levers: dict[str, int] = {}
-    for i, lever in enumerate(problem.levers):
-        if lever.sends is None:
-            drop_levers[lever.name] = i
-        else:
-            part_levers[lever.name] = i
-    levers = set()
-    for name in plan.dropped:
-        if name not in drop_levers:
-            raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-        levers.add(drop_levers[name])
-    for name in _member_names(plan.gathers):
-        if name in part_levers:
-            levers.add(part_levers[name])
-    return frozenset(levers)
+def _check_names(kind: str, names: Iterable[str], known: Container[str]) -> None:
+    """Check that a program has all names, and that none comes twice.
 
-
-def _numbers(
-    kind: str, collectives: Sequence[Collective], buckets: NamedBuckets, dropped: MemberNames = ()
-) -> dict[str, int]:
-    """The number of each collective of a kind by its name. A name may be in the buckets or dropped only once."""
-    numbers = {collective.name: i for i, collective in enumerate(collectives)}
-    placed_names: set[str] = set()
-    for name in (*_member_names(buckets), *dropped):
-        if name not in numbers:
+    Raises: ScheduleError
+    """
+    earlier: set[str] = set()
+    for name in names:
+        if name not in known:
             raise ScheduleError(f"the program has no {kind} {name!r}")
-        if name in placed_names:
+        if name in earlier:
             raise ScheduleError(f"it names the {kind} {name!r} twice")
-        placed_names.add(name)
-    return numbers
+        earlier.add(name)
 
 
 def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from ..ir.collectives import coalesce
 from ..ir.dependencies import grouped
-from ..ir.graph import Eqn, Graph, Var, rename
+from ..ir.graph import Eqn, Graph, rename
 from ..ir.printer import format_bytes
 from ..ir.verifier import ProgramError, check
 from ..rewrites.neighbours import with_neighbours_as_axes
@@ -20,8 +20,9 @@ from .cost import memory
 from .eager_updates import EagerGroup, eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
+from .levers import all_gathers, pulled_levers
 from .plan import WRITTEN, Plan, schedule_of
-from .skeleton import GatherOfParts, Skeleton, skeleton
+from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
 from .solver.tape import Event, Kind, tape
 from .solver.validate import ScheduleError
@@ -62,7 +63,7 @@ def apply_plan(graph: Graph, plan: Plan) -> Graph:
 
 def follow_plan(graph: Graph, plan: Plan) -> Graph:
     """As `apply_plan`, without the limit: all ranks must use this order, even a rank with a larger batch."""
-    s = skeleton(graph, plan.neighbours)
+    s = skeleton(graph, plan.lever_options)
     if plan.program != s.fingerprint:
         raise OtherProgramError(
             f"{plan.title}: it was made for program {plan.program}, and this one is {s.fingerprint}: another "
@@ -116,19 +117,20 @@ def realise(s: Skeleton, schedule: Schedule, problem: Problem) -> Graph:
     """
     events_at = tape(problem, schedule)
     groups = eager_groups(s) if problem.updates else ()
-    parts_at = grouped((s.use[gather.first], gather) for gather in sent_part_gathers(s, schedule))
+    levers = pulled_levers(s, schedule.levers)
+    lever_eqns_at = grouped(chain.from_iterable(lever.eqns for lever in levers))
     # A dict, so that an operation of an update that has run early is not written again at its own place.
     eqns: dict[Eqn, None] = {}
     for k in range(len(s.ops) + 1):
         for event in events_at.get(k, ()):
             eqns.update(dict.fromkeys(_eqns_of(event, s, groups)))
-        # Parts are copied from a value that was waited for here.
-        for part_gather in parts_at.get(k, ()):
-            eqns.update(dict.fromkeys(part_gather.part))
+        # They may read a value that was waited for here.
+        eqns.update(dict.fromkeys(lever_eqns_at.get(k, ())))
         eqns.update(dict.fromkeys(s.ops[k : k + 1]))
 
     program = with_neighbours_as_axes(s.graph.replace(eqns=tuple(eqns)))
-    return rename(program, _kept_values(s, schedule, problem))
+    # `rename` follows chains: the value that is read in place of another one may be replaced itself.
+    return rename(program, dict(chain.from_iterable(lever.reads.items() for lever in levers)))
 
 
 def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eqn]:
@@ -138,7 +140,7 @@ def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eq
         return list(chain.from_iterable(groups[u].eqns for u in event.updates))
 
     is_gather = event.kind in (Kind.START_GATHER, Kind.WAIT_GATHER)
-    collectives = s.all_gathers if is_gather else s.reductions
+    collectives = all_gathers(s) if is_gather else s.reductions
     members = [collectives[i] for i in event.members]
     if event.kind in (Kind.START_SECOND, Kind.WAIT_SECOND):
         pairs = [member.second for member in members if member.second is not None]
@@ -147,21 +149,3 @@ def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eq
     if event.kind in (Kind.WAIT_GATHER, Kind.WAIT_REDUCTION, Kind.WAIT_SECOND):
         return [wait for _, wait in pairs]
     return [coalesce([start for start, _ in pairs])]
-
-
-def sent_part_gathers(s: Skeleton, schedule: Schedule) -> list[GatherOfParts]:
-    """The gathers of parts that a schedule sends."""
-    members = sorted(i for bucket in schedule.gathers for i in bucket.members)
-    # They are numbered after all other gathers.
-    return [s.part_gathers[i - len(s.gathers)] for i in members if i >= len(s.gathers)]
-
-
-def _kept_values(s: Skeleton, schedule: Schedule, problem: Problem) -> dict[Var, Var]:
-    """For the value of each dropped gather, the earlier value that is kept. `rename` follows chains to the first."""
-    kept_values = {}
-    replaced = {part_gather.replaces for part_gather in sent_part_gathers(s, schedule)}
-    for i in problem.dropped(schedule.levers) - replaced:
-        earlier = problem.gathers[i].repeats
-        if earlier is not None:
-            kept_values[s.gathers[i].value] = s.gathers[earlier].value
-    return kept_values

@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from ..ir.axes import neighbour_count
 from ..ir.cached_analysis import cached_on_graph
@@ -26,7 +27,7 @@ from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
 from ..ir.user_collectives import is_user_collective
-from ..rewrites.neighbours import gather_of_parts, gathered_value, kept_part
+from ..rewrites.neighbours import gathered_value
 from ..rewrites.rewriter import reordered
 
 THE_START = "the start"
@@ -71,25 +72,11 @@ class Collective:
         return (self.start, self.wait, *(self.second or ()))
 
 
-@dataclass(frozen=True, eq=False)
-class GatherOfParts:
-    """A gather among neighbours, which a plan may send in place of a gather over all ranks.
-
-    Attributes:
-        first: the earlier gather, by index; each neighbour keeps a part of its value.
-        replaces: the gather over all ranks that it replaces, by index.
-        part: the equations that keep the part.
-        collective: the gather of the parts.
-    """
+class Span(NamedTuple):
+    """The first operation that uses a value, and the last one that needs its storage."""
 
     first: int
-    replaces: int
-    part: tuple[Eqn, Eqn]
-    collective: Collective
-
-
-# Axes, each with the number of neighbours that may keep parts.
-Neighbours = tuple[tuple[str, int], ...]
+    last: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +91,7 @@ class Skeleton:
         repeats: for each gather, the earlier gather of the same value, if a plan may keep that value.
         born: for each reduction, the operation that computes the gradient.
         need: for each reduction, the first operation that reads the result.
-        part_gathers: gathers among neighbours, which are not in the program.
+        lever_options: what levers may use (see `levers`), such as "dp/8" for gathers among each 8 ranks of dp.
     """
 
     graph: Graph
@@ -115,23 +102,7 @@ class Skeleton:
     repeats: tuple[int | None, ...]
     born: tuple[int, ...]
     need: tuple[int, ...]
-    part_gathers: tuple[GatherOfParts, ...] = ()
-
-    @property
-    def all_gathers(self) -> tuple[Collective, ...]:
-        """All gathers that a plan may send, gathers of parts last."""
-        return (*self.gathers, *(gather.collective for gather in self.part_gathers))
-
-    @functools.cached_property
-    def sized_graph(self) -> Graph:
-        """The program with an axis for all neighbours that may gather parts."""
-        axes = dict.fromkeys(gather.collective.start.kwargs["axis"] for gather in self.part_gathers)
-        return self.graph.replace(joint=(*self.graph.joint, *axes)) if axes else self.graph
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The sizes of all axes, also of neighbours that may gather parts."""
-        return self.sized_graph.axes
+    lever_options: tuple[str, ...] = ()
 
     @functools.cached_property
     def places(self) -> dict[Eqn, int]:
@@ -146,6 +117,19 @@ class Skeleton:
         """The number of operations before each equation, and before the end."""
         is_operation = [e in self.places for e in self.graph.eqns]
         return tuple(accumulate(is_operation, initial=0))
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The span of the value of each gather."""
+        end = len(self.ops) - 1
+        spans = []
+        for collective, first_reader in zip(self.gathers, self.use):
+            storage = self.lifetimes.root[collective.value]
+            equation_after = min(self.lifetimes.last[storage] + 1, len(self.graph.eqns))
+            use = min(first_reader, end)
+            last = min(self.ops_before[equation_after] - 1, end)
+            spans.append(Span(use, max(last, use)))
+        return tuple(spans)
 
     @functools.cached_property
     def landmarks(self) -> tuple[tuple[int, str], ...]:
@@ -225,8 +209,8 @@ class Skeleton:
 
 
 @cached_on_graph  # planning asks for the skeleton of a program several times
-def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
-    """Take the planned collectives out of a program; `neighbours` may keep parts of gathered values."""
+def skeleton(graph: Graph, lever_options: tuple[str, ...] = ()) -> Skeleton:
+    """Take the planned collectives out of a program. Its levers may use `lever_options`."""
     graph = hoist(graph)
     readers = users(graph)
     makers = producers(graph.eqns)
@@ -248,7 +232,6 @@ def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
 
     latest = _last_wait(graph, planned_eqns, end)
     gathers = sorted((c for c in collectives if c.start.hint == "gather"), key=first_reader)
-    repeats = _repeats(gathers)
     reductions = sorted((c for c in collectives if c.start.hint == "reduce"), key=birth)
     return Skeleton(
         graph,
@@ -256,10 +239,10 @@ def skeleton(graph: Graph, neighbours: Neighbours = ()) -> Skeleton:
         tuple(gathers),
         tuple(reductions),
         use=tuple(map(first_reader, gathers)),
-        repeats=repeats,
+        repeats=_repeats(gathers),
         born=tuple(map(birth, reductions)),
         need=tuple(min(first_reader(c), latest) for c in reductions),
-        part_gathers=tuple(_gathers_of_parts(gathers, repeats, graph.axes, neighbours)),
+        lever_options=lever_options,
     )
 
 
@@ -274,25 +257,6 @@ def _repeats(gathers: Sequence[Collective]) -> tuple[int | None, ...]:
         repeats.append(latest.get(value) if may_keep else None)
         latest[value] = i
     return tuple(repeats)
-
-
-def _gathers_of_parts(
-    gathers: Sequence[Collective],
-    repeats: Sequence[int | None],
-    sizes: Mapping[str, int],
-    neighbours: Neighbours,
-) -> Iterator[GatherOfParts]:
-    """For each gather that repeats an earlier one, a gather of the parts that `neighbours` on its axis may keep."""
-    for replaced, first in enumerate(repeats):
-        if first is None:
-            continue
-        second = gathers[replaced]
-        for axis, count in neighbours:
-            divides = 1 < count < sizes.get(axis, 0) and sizes[axis] % count == 0
-            if divides and second.start.kwargs["axis"] == axis:
-                part = kept_part(gathers[first].wait, second.start, count)
-                start = gather_of_parts(part[-1].out, second.start)
-                yield GatherOfParts(first, replaced, part, Collective(start, second.wait))
 
 
 def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:

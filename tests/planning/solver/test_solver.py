@@ -18,9 +18,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.evaluate import evaluate, memory
-from tests.support.exhaustive import parted, problem, rich, schedules
-from tests.support.synthetic import by_size, fsdp2, plan_in_the_memory_of_fsdp2, seven
+from tests.support.exhaustive import levered, parted, problem, rich, schedules
+from tests.support.synthetic import (
+    by_size,
+    fsdp2,
+    plan_in_the_memory_of_fsdp2,
+    seven,
+    whole_levers,
+)
 from ztrans.planning.buffers import Buffer
+from ztrans.planning.levers import PARTS, WHOLE
 from ztrans.planning.network import Message
 from ztrans.planning.solver.bound import bound
 from ztrans.planning.solver.changes import move_border
@@ -38,10 +45,9 @@ from ztrans.planning.solver.problem import (
     Schedule,
     Update,
     Wire,
-    gather_levers,
 )
 from ztrans.planning.solver.search import Search, least_memory, solve
-from ztrans.planning.solver.sweep import VALUES, FullChoices, Scalars
+from ztrans.planning.solver.sweep import VALUES, FullChoices, Scalars, values_of
 from ztrans.planning.solver.tape import Event, Kind, tape
 from ztrans.planning.solver.validate import ScheduleError, validate
 
@@ -51,6 +57,7 @@ costly = st.randoms(use_true_random=False).map(lambda chance: problem(chance, ho
 riches = st.randoms(use_true_random=False).map(rich)
 richer = st.randoms(use_true_random=False).map(lambda chance: rich(chance, reductions=5))
 with_parts = st.randoms(use_true_random=False).map(parted)
+with_levers = st.randoms(use_true_random=False).map(levered)
 
 
 # Buckets.
@@ -129,8 +136,8 @@ def test_no_schedule_beats_the_bound(p):
 
 
 @pytest.mark.slow
-@given(with_parts)
-def test_no_schedule_beats_the_bound_whatever_its_levers_keep(p):
+@given(with_parts | with_levers)
+def test_no_schedule_beats_the_bound_whatever_its_levers_do(p):
     limit = bound(p)
     assert 0 <= limit.compute <= limit.wire <= limit.seconds
     for s in schedules(p):
@@ -190,7 +197,7 @@ def test_the_bound_counts_packing_that_no_transfer_can_hide():
 
 def test_a_gathered_value_without_bytes_is_kept_and_not_sent_twice():
     gathers = Gather("w", 4, 0, 0, 0), Gather("w", 4, 0, 1, 1, 1, repeats=0)
-    levers = gather_levers(gathers)
+    levers = whole_levers(gathers)
     p = Problem((1.0, 1.0), (3, 3), (True, True), gathers, (), WIRES, memory=3, levers=levers)
     assert bound(p).seconds == 6.0 == evaluate(p, solve(p)).seconds
 
@@ -227,7 +234,7 @@ def test_a_member_that_no_problem_has_is_refused(outside):
 
 
 @pytest.mark.slow
-@given(problems | riches | with_parts)
+@given(problems | riches | with_parts | with_levers)
 def test_plans_are_valid_and_keep_every_limit(p):
     """The limits are memory, bytes in flight, and matmuls between reductions; on several lanes, links and keys."""
     if least_memory(p) > p.memory:
@@ -306,7 +313,7 @@ def test_plans_with_parts_are_near_the_best():
         if best := min((evaluate(p, s).seconds for s in schedules(p)), default=None):
             schedule = solve(p)
             validate(p, schedule)
-            sent += any(i in p.part_levers for i in schedule.levers)
+            sent += any(p.levers[i].kind == PARTS for i in schedule.levers)
             over.append(evaluate(p, schedule).seconds / best - 1)
     assert len(over) > 100 and min(over) >= -1e-9 and sent > 15
     assert sum(x > 0.003 for x in over) <= 0.03 * len(over)
@@ -314,9 +321,9 @@ def test_plans_with_parts_are_near_the_best():
 
 def test_a_replaced_gather_is_not_dropped_or_replaced_again():
     gathers = Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 2, 2, 1, repeats=0, name="w.again")
-    part = Gather("w", 1, 4, 2, 2, 1, name="w.again@dp/2", replaces=1)
-    kept = Lever("w.again@dp/2", 1, Buffer(2, 0, 4), sends=2)
-    levers = (*gather_levers(gathers), kept)
+    part = Gather("w", 1, 4, 2, 2, 1, name="w.again@dp/2")
+    kept = Lever(PARTS, "w.again@dp/2", 1, sends=(2,), buffers=(Buffer(2, 0, 4),))
+    levers = (*whole_levers(gathers), kept)
     p = Problem((1.0,) * 3, (0,) * 3, (True,) * 3, (*gathers, part), (), WIRES, levers=levers)
     p = replace(p, live_at_places=(0,) * 4)
     sent = Schedule((Bucket((0,), 0, 0), Bucket((2,), 2, 2)), (), frozenset([1]))
@@ -333,7 +340,7 @@ def test_a_replaced_gather_is_not_dropped_or_replaced_again():
 
 @pytest.mark.slow
 @given(
-    problems | costly | riches | richer | with_parts,
+    problems | costly | riches | richer | with_parts | with_levers,
     st.sampled_from([0.0, 0.5, 1.0, 4.0]),
     st.booleans(),
     st.integers(1, 3),
@@ -433,30 +440,30 @@ def test_no_other_value_of_one_scalar_is_better_than_what_the_sweep_found():
         choices = FullChoices(search.loads)
         placed = place_choice(search.loads, choices.choice(found))
         assert placed is not None and search.rank(placed) >= search.rank(search.best)
-        for name, values in VALUES.items():
-            if getattr(found, name) != getattr(Scalars(), name):
-                changed.add(name)
+        changed.update(name for name, share in found.shares.items() if share)
+        changed.update(name for name in VALUES if getattr(found, name) != getattr(Scalars(), name))
+        for name, values in values_of(p).items():
             for value in values:
-                other = place_choice(search.loads, choices.choice(found._replace(**{name: value})))
+                other = place_choice(search.loads, choices.choice(found.with_value(name, value)))
                 assert other is None or search.rank(other) >= search.rank(placed)
     assert {"whole", "full_reductions"} <= changed
 
 
 def test_a_share_of_the_levers_that_fit_is_pulled_the_first_ones_first():
     """Each lever keeps 4 bytes; there is room for three of the four."""
-    levers = tuple(Lever(f"v{i}", i + 4, Buffer(4, 0, 8)) for i in range(4))
+    levers = tuple(Lever(WHOLE, f"v{i}", i + 4, buffers=(Buffer(4, 0, 8),)) for i in range(4))
     gathers = [Gather("w", 1, 1, k, k) for k in range(4)]
     gathers += [Gather("w", 1, 1, k + 5, k + 5, repeats=k) for k in range(4)]
     p = Problem((1.0,) * 9, (0,) * 9, (True,) * 9, tuple(gathers), (), WIRES, memory=13.5)
     p = replace(p, levers=levers)
     choices = FullChoices(Loads(p))
-    pulled = [sorted(choices.levers(0.0, share)) for share in (0.0, 0.25, 0.5, 1.0)]
+    pulled = [sorted(choices.levers({"whole": share})) for share in (0.0, 0.25, 0.5, 1.0)]
     assert pulled == [[], [0], [0, 1], [0, 1, 2]]
 
 
 def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():
     """This one does not gather a value again. 3 bytes are kept for it, and copied before operation 2 in 2 seconds."""
-    lever = Lever("v", 1, Buffer(3, 4, 4), copied_at=2, copy_seconds=2.0)
+    lever = Lever(WHOLE, "v", 1, buffers=(Buffer(3, 4, 4),), compute=((2, 2.0),))
     gathers = Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 2, 2)
     p = Problem((1.0,) * 3, (9, 9, 9), (True,) * 3, gathers, (), WIRES, live_at_places=(9,) * 4)
     p = replace(p, levers=(lever,))
@@ -473,7 +480,7 @@ def test_a_lever_changes_what_is_sent_what_is_live_and_how_long_compute_takes():
 
 def test_a_dropped_gather_is_not_sent_and_the_earlier_value_stays_live():
     gathers = Gather("w", 4, 4, 0, 0), Gather("w", 4, 4, 2, 2, 1, repeats=0)
-    levers = gather_levers(gathers)
+    levers = whole_levers(gathers)
     p = Problem((1.0,) * 3, (9, 9, 9), (True,) * 3, gathers, (), WIRES, live_at_places=(9,) * 4)
     p = replace(p, levers=levers)
     sent = Schedule((Bucket((0,), 0, 0), Bucket((1,), 2, 2)), ())
@@ -493,7 +500,7 @@ def test_more_memory_buys_time():
     """A second gather is dropped only if there is memory to keep the value of the first."""
     gathers = Gather("w", 8, 8, 0, 0), Gather("w", 8, 8, 2, 2, 1, repeats=0)
     p = Problem((1.0, 1.0, 1.0), (0, 8, 0), (True,) * 3, gathers, (Reduction("w", 1, 1, 2),), WIRES)
-    p = replace(p, levers=gather_levers(gathers))
+    p = replace(p, levers=whole_levers(gathers))
     tight, wide = solve(replace(p, memory=9)), solve(replace(p, memory=16))
     assert not tight.levers and p.dropped(wide.levers) == {1}
     assert evaluate(p, wide).seconds < evaluate(p, tight).seconds
@@ -555,7 +562,7 @@ def test_a_rounding_error_does_not_count_as_a_message(bandwidth):
         ]
         seconds = tuple(chance.random() * 1e-5 for _ in range(9))
         every = (*gathers, *regathers)
-        levers = gather_levers(every)
+        levers = whole_levers(every)
         memory = sum(sizes)
         p = Problem(seconds, (0,) * 9, (True,) * 9, every, (), wires, memory=memory, levers=levers)
         keeps = Schedule(tuple(Bucket((k,), 0, k) for k in range(3)), (), frozenset(range(3)))

@@ -16,23 +16,24 @@ its reductions, and its seconds are added to the sum of all compute.
 Before the first gradient exists, gathers are the only messages that a schedule places. The share of compute that they
 take is then added to the stalls (see `_Forward`).
 
-A lever may save any gather of a value after the first one. So only `memory` counts these gathers: where there is no
-room for the value, or for the part that a lever keeps. The seconds to copy such a part are left out.
+A lever may drop a gather. If it sends others in its place, the least of all these messages counts. If it sends none,
+only `memory` counts the gather: where there is no room for the value, or for the bytes that the lever keeps. The
+compute of levers is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ...ir.dependencies import grouped
 from ..buffers import Buffer, live_by_slot
 from .messages import copy_seconds
-from .problem import Gather, Problem, Reduction
+from .problem import Gather, Lever, Problem, Reduction
 
 # Bytes without room need a message, with its latency. A share of bytes below this is a rounding error.
 ROUNDING = 1e-9
@@ -82,13 +83,15 @@ class _Job:
         link: the link that it crosses.
         latency: seconds before its bytes move.
         release, deadline: the first place of its start, and the last place of its wait.
+        since: the first operation during which the value of a gather may be missing.
         seconds: how long its bytes move, if nothing else uses the link.
         overhead, unpack: seconds of compute to send it, and to turn its bytes into values.
         update_seconds: seconds of updates that no schedule runs before it has arrived.
         beside_compute: seconds of packing, unpacking and a first level, beside compute.
         lost_compute: seconds of compute that it takes while its bytes move, whether compute runs then or stands still.
-        required: whether it must be sent. A gather that repeats another is not sent if its value stays live.
-        value_bytes, key: the bytes and the key of a gather.
+        required: whether it must be sent. A gather is not sent if a lever drops it and sends nothing.
+        value_bytes: the least bytes that are live during an operation after which a gather is not sent.
+        key: the key of a gather.
     """
 
     link: str
@@ -102,6 +105,7 @@ class _Job:
     beside_compute: float = 0.0
     lost_compute: float = 0.0
     required: bool = True
+    since: int = 0
     value_bytes: int = 0
     key: Hashable = None
 
@@ -109,6 +113,18 @@ class _Job:
     def duration(self) -> float:
         """The seconds from its start until its values exist."""
         return self.overhead + self.latency + self.seconds + self.unpack + self.beside_compute
+
+
+# The fields of a job by which the bound grows.
+_COSTS = (
+    "latency",
+    "release",
+    "seconds",
+    "overhead",
+    "unpack",
+    "beside_compute",
+    "lost_compute",
+)
 
 
 def _job(problem: Problem, member: Gather | Reduction, release: int, deadline: int) -> _Job:
@@ -158,27 +174,65 @@ def _jobs(problem: Problem) -> list[_Job]:
             job = replace(second, beside_compute=second.beside_compute + job.duration)
         jobs.append(replace(job, update_seconds=update_seconds))
 
-    # A lever that keeps a part of a value saves its gather for the bytes of that part.
-    part_bytes: dict[int, int] = {}
-    for lever in problem.levers:
-        if lever.sends is not None and lever.buffer is not None:
-            part_bytes[lever.drops] = lever.buffer.bytes
-    # Gathers that replace others are numbered last, so `i` is also the number among all gathers.
+    # Gathers that only levers send are numbered last, so `i` is also the number among all gathers.
     for i, (g, idle_since, size) in enumerate(_values(problem)):
-        if idle_since is not None and not size:
-            continue  # a value without bytes is always kept
-        size = min(size, part_bytes.get(i, size))
-        # A regather may be sent once the earlier value has been freed.
-        release = g.release if idle_since is None else idle_since
-        job = _job(problem, g, release, g.use)
-        jobs.append(replace(job, required=idle_since is None, value_bytes=size, key=g.key))
+        levers = [problem.levers[k] for k in problem.levers_of.get(i, ())]
+        gather_job = _gather_job(problem, g, idle_since, size, levers)
+        if gather_job is not None:
+            jobs.append(gather_job)
     return sorted(jobs, key=lambda job: job.deadline)
 
 
-def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
-    """All gathers but replacements, each with the place since which its value has been idle, and the value's bytes.
+def _gather_job(
+    problem: Problem, g: Gather, idle_since: int, size: int, levers: Sequence[Lever]
+) -> _Job | None:
+    """The least message that brings the value of a gather, or None if a lever may save it at no cost.
 
-    The place is None at the first gather of a value. The bytes are the least of all gathers of that value so far.
+    Args:
+        problem, g: a gather that is sent unless a lever drops it.
+        idle_since, size: as in `_values`.
+        levers: the levers that drop it.
+    """
+    required = all(lever.sends for lever in levers)
+    alternatives = [_job(problem, g, g.release, g.use)]
+    for lever in levers:
+        # The bytes that it keeps live during all operations without the value.
+        kept_bytes = 0
+        for buffer in lever.buffers:
+            if buffer.first <= 2 * idle_since + 1 and 2 * g.use - 1 <= buffer.last:
+                kept_bytes += buffer.bytes
+        if not kept_bytes and not lever.sends:
+            return None
+        if kept_bytes:
+            size = min(size, kept_bytes)
+        if required or not kept_bytes:
+            for k in lever.sends:
+                other = problem.gathers[k]
+                size = min(size, other.bytes)
+                alternatives.append(_job(problem, other, other.release, g.use))
+    if not required and not size:
+        return None
+    # Whichever of them is sent, it takes no less than the least of all in every respect.
+    least: dict[str, Any] = {}
+    for cost in _COSTS:
+        least[cost] = min(getattr(job, cost) for job in alternatives)
+    if len({job.link for job in alternatives}) > 1:
+        least["seconds"] = 0.0  # no bytes are certain to move on one of the links
+    return replace(
+        alternatives[0],
+        **least,
+        required=required,
+        since=idle_since,
+        value_bytes=size,
+        key=g.key,
+    )
+
+
+def _values(problem: Problem) -> Iterator[tuple[Gather, int, int]]:
+    """The gathers that are sent unless a lever drops them, each with two numbers.
+
+    The first one is the operation from which on the value of the gather may be idle: 0 at the first gather of a value.
+    The second one is the least bytes of all gathers of that value so far.
     """
     # For each gather, the first gather of its value, which identifies the value.
     first_gathers: list[int] = []
@@ -188,7 +242,7 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int | None, int]]:
         first = i if g.repeats is None else first_gathers[g.repeats]
         first_gathers.append(first)
         least_bytes[first] = min(least_bytes.get(first, g.bytes), g.bytes)
-        yield g, idle_since.get(first), least_bytes[first]
+        yield g, idle_since.get(first, 0), least_bytes[first]
         idle_since[first] = max(idle_since.get(first, 0), g.last + 1)
 
 
@@ -197,7 +251,7 @@ def _room(problem: Problem) -> np.ndarray:
     buffers = [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
     for g, idle_since, size in _values(problem):
         # A value that is live from an earlier gather has been counted up to its last use there.
-        first = max(g.use, idle_since or 0)
+        first = max(g.use, idle_since)
         if first <= g.last:
             buffers.append(Buffer(size, first, g.last))
     used_bytes = problem.live + live_by_slot(buffers, len(problem.live))
@@ -380,8 +434,7 @@ class _LinkLoad:
         if not job.value_bytes:
             self.reductions[: job.release + 1] += job.seconds
         elif job.seconds:
-            since = 0 if job.required else job.release
-            self.without_room[job.key][since : job.deadline] += job.seconds
+            self.without_room[job.key][job.since : job.deadline] += job.seconds
 
     def clear(self, place: int) -> float:
         """The earliest time at which the link has carried everything that is needed at `place`."""

@@ -68,14 +68,19 @@ def change_waits(chance: Random, problem: Problem, choice: Choice) -> Choice:
 
 
 def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
-    """Pull a few more levers: some neighbours that keep parts, or the first ones that keep whole values."""
+    """Pull a few more levers of one kind: the best ones, or some that send gathers which may share a bucket."""
     count = chance.choice(_COUNTS)
-    if problem.part_levers and chance.random() < 0.5:
-        more = [i for i in problem.part_levers if i not in choice.levers]
+    if not problem.levers:
+        return choice
+    kinds = list(problem.lever_kinds.values())
+    kind_levers = kinds[-1]
+    if len(kinds) > 1:
+        kind_levers = kinds[int(chance.random() * len(kinds)) - 1]
+    more = [i for i in kind_levers if i not in choice.levers]
+    first = 0
+    if problem.levers[kind_levers[0]].sends:
         first = chance.randrange(max(len(more), 1))
-        more = more[first : first + count]
-    else:
-        more = [i for i in problem.whole_levers if i not in choice.levers][:count]
+    more = more[first : first + count]
     levers = choice.levers.union(more)
     for i in more:
         levers -= problem.rivals[i]
@@ -85,7 +90,7 @@ def pull_more(chance: Random, problem: Problem, choice: Choice) -> Choice:
 def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
     """A choice with other levers. Gathers that these drop leave their buckets, and gathers that these send join.
 
-    New gathers share a bucket if the gathers that they replace share one, or if those are in no bucket.
+    New gathers share a bucket if the gathers in whose place they are sent share one, or if those are in no bucket.
     """
     dropped = problem.dropped(levers)
     buckets = []
@@ -96,19 +101,18 @@ def with_levers(problem: Problem, choice: Choice, levers: Levers) -> Choice:
 
     missing: set[int] = set()
     for i in levers:
-        sends = problem.levers[i].sends
-        if sends is not None:
-            missing.add(sends)
+        missing.update(problem.levers[i].sends)
     missing.difference_update(*buckets)
     if missing:
-        bucket_of: dict[int | None, int] = {}
+        bucket_of: dict[int, int] = {}
         for k, members in enumerate(choice.gathers):
             for i in members:
                 bucket_of[i] = k
         new_buckets: dict[Hashable, list[int]] = {}
         for i in sorted(missing):
-            gather = problem.gathers[i]
-            new_buckets.setdefault((gather.key, bucket_of.get(gather.replaces)), []).append(i)
+            replaced = problem.levers[problem.sent_by[i]].drops
+            key = problem.gathers[i].key, bucket_of.get(replaced)
+            new_buckets.setdefault(key, []).append(i)
         buckets = list(in_order(problem, [*buckets, *map(tuple, new_buckets.values())]))
     return choice._replace(gathers=tuple(buckets), levers=levers)
 

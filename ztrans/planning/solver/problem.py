@@ -4,9 +4,9 @@ Operations 0..n-1 run in a fixed order. Place k is before operation k, and place
 before the first operation that uses it. Its value is live from its start to its last use. A gradient is live from the
 operation that makes it until its reduction has been waited for.
 
-A gather that repeats an earlier one has a lever. If a schedule pulls it, the gather is not sent, and the earlier value
-stays live. The gather may have a second lever: each rank keeps only a part of the earlier value, and a gather among
-neighbours brings the rest. A `Choice` decides buckets and levers. A `Schedule` also decides their places.
+A gather may have levers. A schedule that pulls one does not send the gather. In return, bytes stay live, compute takes
+longer, or other gathers are sent in its place. A `Choice` decides buckets and levers. A `Schedule` also decides their
+places.
 
 An eager update has no place of its own: it runs where the last reduction that it needs is waited for. Collectives that
 no schedule places, such as the step's own, are issued and waited for at fixed places.
@@ -19,7 +19,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +103,6 @@ class Gather(NamedTuple):
         repeats: the earlier gather of the same value, if that value may be kept.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
-        replaces: the gather that a lever replaces by this one. Such gathers come after all others.
     """
 
     key: Hashable
@@ -115,7 +114,6 @@ class Gather(NamedTuple):
     repeats: int | None = None
     small: bool = False
     name: str = ""
-    replaces: int | None = None
 
 
 class Reduction(NamedTuple):
@@ -184,27 +182,39 @@ class Dependents(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Lever:
-    """A choice between memory and time: bytes stay live, and a gather is not sent.
-
-    The value of that gather counts as live from its use on, whether it is gathered or was kept.
+class LeverKind(NamedTuple):
+    """The levers that work in the same way. A search first decides what share of them to pull.
 
     Attributes:
-        name: its name in a plan.
-        drops: the gather that is not sent.
-        buffer: the earlier value, or a part of it, while it is kept for that gather. None if it is live anyway.
-        sends: the gather among neighbours that is sent instead, if only a part is kept.
-        copied_at: the operation before which compute copies the part.
-        copy_seconds: the seconds of that copy.
+        name: its name.
+        shares: the shares that a search tries, of all its levers that fit.
     """
 
     name: str
+    shares: tuple[float, ...]
+
+
+class Lever(NamedTuple):
+    """A choice between memory and time: a gather is not sent.
+
+    The value of that gather counts as live from its use on, whether it is gathered or not. Levers that drop the same
+    gather exclude each other.
+
+    Attributes:
+        kind: its kind.
+        name: its name in a plan.
+        drops: the gather that is not sent.
+        sends: the gathers that are sent in its place. No other lever sends them.
+        buffers: the bytes that it keeps live.
+        compute: the seconds of compute that it adds, each with the operation before which they are spent.
+    """
+
+    kind: LeverKind
+    name: str
     drops: int
-    buffer: Buffer | None = None
-    sends: int | None = None
-    copied_at: int = 0
-    copy_seconds: float = 0.0
+    sends: tuple[int, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    compute: tuple[tuple[int, float], ...] = ()
 
 
 # The pulled levers, by index.
@@ -220,7 +230,7 @@ class Problem:
         seconds: by operation, its seconds. An operation whose compute is one of the `updates` takes none.
         live: by operation, the bytes that are live in every schedule.
         matmul: by operation, the number of its matrix products, and of operations that take as long as one.
-        gathers: in order of use.
+        gathers: in order of use; those that only levers send come after all others.
         reductions: in order of birth.
         wires: by key, how the messages travel.
         memory: the most bytes that may be live.
@@ -230,7 +240,8 @@ class Problem:
         updates: the eager updates.
         fixed_messages: the messages at places that no schedule changes.
         names: the names of the places, for errors.
-        levers: the levers that a schedule may pull, the best first.
+        levers: the levers that a schedule may pull, those of one kind together, the best first. A search lets the
+            first kinds replace levers of later ones.
     """
 
     seconds: tuple[float, ...]
@@ -261,65 +272,62 @@ class Problem:
 
     def lever_buffers(self, levers: Iterable[int]) -> list[Buffer]:
         """The buffers that these levers keep live."""
-        pulled = self._pulled(levers)
-        return [lever.buffer for lever in pulled if lever.buffer is not None]
+        return list(chain.from_iterable(lever.buffers for lever in self._pulled(levers)))
 
     def compute(self, levers: Iterable[int]) -> Sequence[float]:
         """By operation, its seconds with these levers."""
-        copying = [lever for lever in self._pulled(levers) if lever.copy_seconds]
-        if not copying:
+        compute = list(chain.from_iterable(lever.compute for lever in self._pulled(levers)))
+        if not compute:
             return self.seconds
         seconds = list(self.seconds)
-        for lever in copying:
-            seconds[lever.copied_at] += lever.copy_seconds
+        for operation, additional in compute:
+            seconds[operation] += additional
         return seconds
 
     def dropped(self, levers: Iterable[int]) -> frozenset[int]:
         """The gathers that are not sent with these levers."""
-        dropped = set(self.replacements)
-        for lever in self._pulled(levers):
-            dropped.add(lever.drops)
-            if lever.sends is not None:
-                dropped.remove(lever.sends)
+        dropped = set(self.sent_by)
+        for i in levers:
+            dropped.add(self.levers[i].drops)
+            dropped.difference_update(self.levers[i].sends)
         return frozenset(dropped)
 
     @functools.cached_property
     def values(self) -> tuple[Gather, ...]:
-        """The gathers that bring a value of their own: all but the replacements."""
-        return tuple(gather for gather in self.gathers if gather.replaces is None)
+        """The gathers that are sent unless a lever drops them, each of which brings a value."""
+        return self.gathers[: len(self.gathers) - len(self.sent_by)]
 
     @functools.cached_property
-    def replacements(self) -> frozenset[int]:
-        """The gathers that are sent only if a lever replaces others by them."""
-        return frozenset(i for i, gather in enumerate(self.gathers) if gather.replaces is not None)
+    def sent_by(self) -> Mapping[int, int]:
+        """The gathers that only levers send, each with its lever."""
+        return {i: k for k, lever in enumerate(self.levers) for i in lever.sends}
 
     @functools.cached_property
-    def part_levers(self) -> tuple[int, ...]:
-        """The levers that keep parts of values."""
-        return tuple(i for i, lever in enumerate(self.levers) if lever.sends is not None)
+    def levers_of(self) -> Mapping[int, list[int]]:
+        """For each gather that levers drop, these levers."""
+        return grouped((lever.drops, i) for i, lever in enumerate(self.levers))
 
     @functools.cached_property
-    def whole_levers(self) -> tuple[int, ...]:
-        """The levers that keep whole values."""
-        return tuple(i for i, lever in enumerate(self.levers) if lever.sends is None)
+    def lever_kinds(self) -> Mapping[LeverKind, list[int]]:
+        """The levers of each kind, in order."""
+        return grouped((lever.kind, i) for i, lever in enumerate(self.levers))
 
     @functools.cached_property
     def rivals(self) -> tuple[Levers, ...]:
         """For each lever, the levers that exclude it: all others that drop the same gather."""
-        by_gather = grouped((lever.drops, i) for i, lever in enumerate(self.levers))
         rivals = []
         for i, lever in enumerate(self.levers):
-            rivals.append(frozenset(by_gather[lever.drops]) - {i})
+            rivals.append(frozenset(self.levers_of[lever.drops]) - {i})
         return tuple(rivals)
 
     @functools.cached_property
     def free_levers(self) -> Levers:
-        """The levers without a cost: the earlier value is live anyway, and nothing is sent instead."""
-        free = []
+        """The levers that cost nothing, one for each gather: no bytes, no compute, and nothing is sent instead."""
+        free: dict[int, int] = {}
         for i, lever in enumerate(self.levers):
-            if lever.buffer is None and lever.sends is None:
-                free.append(i)
-        return frozenset(free)
+            if not (lever.buffers or lever.compute or lever.sends):
+                free.setdefault(lever.drops, i)
+        return frozenset(free.values())
 
     @functools.cached_property
     def seconds_before(self) -> tuple[float, ...]:
@@ -330,7 +338,7 @@ class Problem:
     def clock(self) -> tuple[float, ...]:
         """The seconds before each place if compute waits for the fixed messages only.
 
-        It is an estimate: the copies of pulled levers are left out.
+        It is an estimate: the compute of pulled levers is left out.
         """
         if not self.fixed_messages:
             return self.seconds_before
@@ -430,24 +438,6 @@ class Problem:
             if has_birth and self.matmuls[b] - self.matmuls[a] > self.max_between:
                 return a, b
         return None
-
-
-def gather_levers(gathers: Sequence[Gather]) -> tuple[Lever, ...]:
-    """For each gather that repeats an earlier one, the lever that drops it and keeps the earlier value instead.
-
-    The kept value is idle from its last use to the use of this gather. The levers with the shortest idle time come
-    first. A value that is live anyway takes no bytes.
-    """
-    levers = []
-    for i, gather in enumerate(gathers):
-        if gather.repeats is not None:
-            after = gathers[gather.repeats].last + 1
-            idle_value = None
-            if gather.use > after:
-                idle_value = Buffer(gather.bytes, 2 * after, 2 * gather.use - 1)
-            levers.append((gather.use - after, Lever(gather.name, i, idle_value)))
-    levers.sort(key=lambda item: item[0])
-    return tuple(lever for _, lever in levers)
 
 
 # The members of a bucket: their indices among the gathers or the reductions of the problem.

@@ -30,7 +30,7 @@ from .changes import CHANGES, Change, in_order
 from .loads import Loads
 from .place import Placed, place_choice
 from .problem import NO_LEVERS, Choice, Problem, Schedule
-from .sweep import VALUES, FullChoices, Scalars
+from .sweep import FullChoices, Scalars, values_of
 
 # The effort of a search, in messages placed: about a second.
 EFFORT = 15_000
@@ -163,17 +163,22 @@ class Search:
         self.front = [*front, placed]
         self.effort_at_improvement = self.effort
 
-    def sweep(self, values: Mapping[str, Sequence[Any]] = VALUES) -> Scalars:
-        """Change one scalar at a time while that gives a better choice, and return the scalars of the best one."""
+    def sweep(self, values: Mapping[str, Sequence[Any]] | None = None) -> Scalars:
+        """Change one scalar at a time while that gives a better choice, and return the scalars of the best one.
+
+        Args:
+            values: the values that it tries for each scalar, by default `values_of` the problem.
+        """
+        values = values_of(self.problem) if values is None else values
         choices = FullChoices(self.loads)
-        scalars = Scalars()
+        scalars = Scalars(shares={kind.name: 0.0 for kind in self.problem.lever_kinds})
         current = None if self.finished else self.attempt(choices.choice(scalars))
         improved = True
         while improved and not self.finished:
             improved = False
             for name, values_of_name in values.items():
                 for value in values_of_name:
-                    changed = scalars._replace(**{name: value})
+                    changed = scalars.with_value(name, value)
                     if changed == scalars or self.finished:
                         continue
                     placed = self.attempt(choices.choice(changed))
@@ -228,7 +233,7 @@ def best_placed(
     problem: Problem,
     effort: int = EFFORT,
     changes: tuple[tuple[Change, int], ...] = CHANGES,
-    values: Mapping[str, Sequence[Any]] = VALUES,
+    values: Mapping[str, Sequence[Any]] | None = None,
 ) -> Placed:
     """Find a fast schedule that fits the memory, with its seconds and its peak.
 
@@ -238,7 +243,7 @@ def best_placed(
         problem: the operations, the messages and the limits.
         effort: the number of messages that the search may place.
         changes: the random changes of a climb, with their weights.
-        values: the scalars of the sweep, each with the values that it tries.
+        values: the scalars of the sweep, each with the values that it tries; by default `values_of` the problem.
 
     Raises:
         ValueError: the memory is too small to send every message alone; see `least_memory`.
@@ -257,7 +262,7 @@ def _searched(
     problem: Problem,
     effort: int,
     changes: tuple[tuple[Change, int], ...],
-    values: Mapping[str, Sequence[Any]],
+    values: Mapping[str, Sequence[Any]] | None,
 ) -> Placed:
     """Search for a schedule until the effort is spent."""
     search = Search(problem, bound(problem).seconds, effort)
@@ -271,7 +276,7 @@ def solve(
     problem: Problem,
     effort: int = EFFORT,
     changes: tuple[tuple[Change, int], ...] = CHANGES,
-    values: Mapping[str, Sequence[Any]] = VALUES,
+    values: Mapping[str, Sequence[Any]] | None = None,
 ) -> Schedule:
     """The schedule of `best_placed`."""
     return best_placed(problem, effort, changes, values).schedule

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..buffers import by_operation
 from .changes import in_order
 from .full_buckets import FULL, gather_buckets, reduction_buckets
 from .loads import Loads
-from .problem import Choice, Levers
+from .problem import Choice, Levers, Problem
 
 # The room of a bucket of regathers, as a share of the room of a bucket of first gathers.
 _ROOM_OF_REGATHERS = 0.4
@@ -24,15 +25,13 @@ class Scalars(NamedTuple):
     """The scalars that determine a choice.
 
     Attributes:
-        whole: the share of levers to pull that keep whole values, of all that fit.
-        parts: the share of levers to pull that keep parts of values, of all that fit.
+        shares: by the name of a kind of lever, the share to pull of all that fit. None of the other kinds are pulled.
         full_gathers, full_reductions: the transfer of a full bucket, in latencies of a message.
         room_of_gathers, room_of_reductions: the most bytes of a bucket, as a share of the free memory.
         lead, reserve, waited_together: as in `Choice`.
     """
 
-    whole: float = 0.0
-    parts: float = 0.0
+    shares: Mapping[str, float] = MappingProxyType({})
     full_gathers: float = FULL
     full_reductions: float = FULL
     room_of_gathers: float = 0.3
@@ -41,11 +40,16 @@ class Scalars(NamedTuple):
     reserve: bool = True
     waited_together: int = 1
 
+    def with_value(self, name: str, value: Any) -> Scalars:
+        """The scalars with another value for the scalar, or for the share of the kind of lever, with this name."""
+        if name in self._fields:
+            return self._replace(**{name: value})
+        return self._replace(shares={**self.shares, name: value})
 
-# The values that the search tries for each scalar. `benchmarks/plans/ablations.py` measures the gain of each scalar.
+
+# The values that the search tries for each scalar, without the shares of levers, which `values_of` adds.
+# `benchmarks/plans/ablations.py` measures the gain of each scalar.
 VALUES: Mapping[str, Sequence[Any]] = {
-    "whole": (0.0, 0.125, 0.25, 0.5, 0.75, 1.0),
-    "parts": (0.0, 0.5, 1.0),
     "full_gathers": (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
     "full_reductions": (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
     "lead": (0.0, 1.0, 2.0, 4.0, 1e6),
@@ -56,18 +60,24 @@ VALUES: Mapping[str, Sequence[Any]] = {
 }
 
 
+def values_of(problem: Problem) -> Mapping[str, Sequence[Any]]:
+    """The values that the search tries for each scalar of a problem, the shares of its levers first."""
+    shares = {kind.name: kind.shares for kind in problem.lever_kinds}
+    return {**shares, **VALUES}
+
+
 class FullChoices:
     """The choices of one problem by their scalars."""
 
     def __init__(self, loads: Loads) -> None:
         self.loads = loads
         self.problem = loads.problem
-        self._levers: dict[tuple[float, float], Levers] = {}
+        self._levers: dict[tuple[float, ...], Levers] = {}
 
     def choice(self, scalars: Scalars) -> Choice:
         """The choice with full buckets of everything that the pulled levers do not drop."""
         problem = self.problem
-        levers = self.levers(scalars.parts, scalars.whole)
+        levers = self.levers(scalars.shares)
         live = by_operation(self.loads.bytes_unbucketed(levers))
         room = (self.loads.memory - live).tolist()
         dropped = problem.dropped(levers)
@@ -96,12 +106,17 @@ class FullChoices:
             scalars.waited_together,
         )
 
-    def levers(self, parts: float, whole: float) -> Levers:
-        """The levers to pull: these shares of all that fit, the first ones first."""
-        if (parts, whole) not in self._levers:
-            levers = self._with_share(self.problem.part_levers, parts, self.problem.free_levers)
-            self._levers[parts, whole] = self._with_share(self.problem.whole_levers, whole, levers)
-        return self._levers[parts, whole]
+    def levers(self, shares: Mapping[str, float]) -> Levers:
+        """The levers to pull: these shares of all that fit, the first ones of each kind first."""
+        kinds = self.problem.lever_kinds
+        key = tuple(shares.get(kind.name, 0.0) for kind in kinds)
+        if key not in self._levers:
+            levers = self.problem.free_levers
+            # The first kind comes last, because it may replace the others.
+            for share, more in reversed(list(zip(key, kinds.values()))):
+                levers = self._with_share(more, share, levers)
+            self._levers[key] = levers
+        return self._levers[key]
 
     def _with_share(self, more: Iterable[int], share: float, pulled: Levers) -> Levers:
         """The pulled levers, and a share of `more`, of all that fit."""
@@ -114,11 +129,12 @@ class FullChoices:
 
     def _with_all_that_fit(self, more: Iterable[int], pulled: Levers) -> Levers:
         """The pulled levers, and as many of `more` as fit the memory, the first ones first."""
+        levers = self.problem.levers
         room = self.loads.memory - self.loads.bytes_unbucketed(pulled)
         for i in more:
             rivals = self.problem.rivals[i] & pulled
-            # A whole value replaces a part of it, but not the other way round.
-            if rivals and self.problem.levers[i].sends is not None:
+            # Levers are in the order of their kinds: the ones after this kind are replaced, the ones before it are not.
+            if any(rival < i or levers[rival].kind == levers[i].kind for rival in rivals):
                 continue
             new_room = room.copy()
             for kept_buffer in self.problem.lever_buffers([i]):
