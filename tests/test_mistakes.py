@@ -251,8 +251,48 @@ def test_a_frozen_model_has_no_gradients():
     model = nn.Linear(8, 4)
     _, (step, state) = lifted(model)
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="the loss depends on nothing that requires a gradient"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)the loss depends on nothing that requires a gradient.*leave requires_grad of at least one parameter on",
+    ):
         zt.Step.of(step).trace(state, X)
+
+
+def test_backward_in_a_pure_step_needs_a_leaf_that_requires_a_gradient():
+    def stale(state, x):
+        loss = (x @ state["w"]).square().mean()
+        loss.backward()
+        return {"w": state["w"] - 0.1 * state["w"].grad}, loss.detach()
+
+    def as_advised(state, x):
+        w = state["w"].detach().requires_grad_()
+        loss = (x @ w).square().mean()
+        loss.backward()
+        return {"w": w.detach() - 0.1 * w.grad}, loss.detach()
+
+    state, x = {"w": torch.ones(8)}, torch.randn(4, 8)
+    with pytest.raises(ValueError) as error:
+        zt.Step.of(stale)(state, x)
+    assert "w = state['w'].detach().requires_grad_() before loss.backward() and w.grad" in str(
+        error.value
+    )
+    expected = torch.func.grad(lambda w: (x @ w).square().mean())(state["w"])
+    expected = state["w"] - 0.1 * expected
+    torch.testing.assert_close(zt.Step.of(as_advised)(state, x)[0]["w"], expected)
+
+
+def test_a_state_that_lacks_a_part_is_refused_with_the_name_of_the_part():
+    model = nn.Linear(8, 4)
+    _, (step, state) = lifted(model)
+    evaluate, _ = zt.lift(torch.no_grad()(lambda x: model(x).sum()), model)
+    part = {"params": state["params"], "buffers": state["buffers"]}
+    assert zt.Step.of(evaluate)(part, X)[1].isfinite()
+    with pytest.raises(
+        TypeError, match="the state that loop_step was called with has no 'optimizer'"
+    ):
+        zt.Step.of(step)(part, X)
+    with pytest.raises(TypeError, match="the state that <lambda> was called with has no 'buffers'"):
+        zt.Step.of(evaluate)({"params": state["params"]}, X)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

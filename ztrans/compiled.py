@@ -336,6 +336,9 @@ class Compiled(Printed):
             if runner.replays:
                 with self._telling_refusals():
                     runner.check_numbers(local)
+            extra = self.lowered.recording.function.extra
+            if extra is not None:
+                extra.before_run()
             with running(name, state, session, local_program.writes):
                 if session is not None and not uses_carried:
                     session.drop_carried()

@@ -390,6 +390,39 @@ class Step(Generic[P, R]):
         self._cache.remove_other_sizes(tuned.lowered.recording.signature)
         return profile
 
+    def eval(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `evaluate(state, *batch) -> output`, which runs `fn` on the weights of a state of this step.
+
+        It runs on the same ranks, with the same layouts and within the same limit of memory, without gradients and
+        without a copy of the state, which stays unchanged. All ranks must call it. Make it once, before the loop: each
+        `evaluate` has programs of its own.
+
+        Args:
+            fn: of a lifted step, a function of the batch that uses the module; otherwise a function of state and batch.
+                It may compute a loss, or generate. Its output is treated as that of a step.
+
+        Raises: TraceError at the first call if `fn` changes the state, as batch norms in training mode do.
+
+        >>> from torch import nn
+        >>> import ztrans as zt
+        >>> model = nn.Linear(2, 1)
+        >>> lifted, state = zt.lift(lambda x: model(x).sum(), model)
+        >>> evaluate = zt.Step.of(lifted).eval(lambda x: model(x).shape)
+        >>> evaluate(state, torch.ones(3, 2))
+        torch.Size([3, 1])
+        """
+        extra = self._function.extra
+        function = _unchanging(fn) if extra is None else extra.evaluation(fn)
+        # An evaluation takes its batch whole: micro-batches are for the memory of backward.
+        step = Step(function, tuple(t for t in self.transforms if t.micro_batches == 1))
+
+        @functools.wraps(fn)
+        def evaluate(state: Any, *batch: Any, **options: Any) -> Any:
+            _, output = step(state, *batch, **options)
+            return output
+
+        return evaluate
+
     def retrace(self) -> None:
         """Forget all programs of this step, so that the next call traces it again."""
         self._cache.clear()
@@ -499,7 +532,8 @@ class Step(Generic[P, R]):
             state: DTensors, or full tensors with the same values on every rank; the ranks compare a digest of every
                 leaf. Meta tensors become parts filled with NaN, to be initialized in place, for instance by
                 `torch.nn.init`, so no rank ever holds the whole state. A step refuses parts that were never written.
-                The moments and step counts that `lift` returns get their values here.
+                The moments and step counts that `lift` returns get their values here. Of a lifted step, the module and
+                the optimizers give up their values, which the parts hold now: `zt.write_back` returns them.
             source: the rank whose tensors are sent to the other ranks leaf by leaf. The others may hold meta tensors.
                 On a mesh of several axes it must be 0: the first rank along the axes that transforms use for the leaf.
             device: the device of the parts; by default the device of the leaf, or of the mesh for a meta leaf.
@@ -513,9 +547,15 @@ class Step(Generic[P, R]):
         check_ended(leaves, "shard")
         mesh = self._device_mesh()
         if mesh is None:
-            return copied_state(state, self.leaf_shardings(state))
-        with stage(self.__name__, "shard"):
-            return shard_state(state, mesh, paths, self.leaf_shardings(state), source, device)
+            parts = copied_state(state, self.leaf_shardings(state))
+        else:
+            with stage(self.__name__, "shard"):
+                parts = shard_state(
+                    state, mesh, paths, self.leaf_shardings(state), source, device
+                )
+        if self._function.extra is not None:
+            self._function.extra.after_shard()
+        return parts
 
     @ends_at_user
     def unshard(self, state: State) -> State:
@@ -528,3 +568,14 @@ class Step(Generic[P, R]):
         """
         check_ended(pytree.tree_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self.leaf_shardings(state))
+
+
+def _unchanging(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of state and batch as a step that returns the state unchanged, without gradients."""
+
+    @functools.wraps(fn)
+    @torch.no_grad()
+    def step(state: Any, *batch: Any, **options: Any) -> Any:
+        return state, fn(state, *batch, **options)
+
+    return step

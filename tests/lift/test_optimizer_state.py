@@ -369,7 +369,8 @@ def test_a_checkpoint_that_is_loaded_into_the_optimizer_after_lift_is_refused():
     run = zt.Step.of(step)
     state, _ = run(run.shard(state), torch.ones(4, 3))
     zt.write_back(model, adam, state)
+    checkpoint = copy.deepcopy(adam.state_dict())
     state, _ = run(state, torch.ones(4, 3))
-    adam.load_state_dict(adam.state_dict())
+    adam.load_state_dict(checkpoint)
     with pytest.raises(ValueError, match="the state of Adam was replaced after lift"):
         run(state, torch.ones(4, 3))

@@ -37,8 +37,20 @@ class ExtraInputs(abc.ABC):
         """The modules whose attributes the step reads, even if its code does not reach them by name."""
 
     @abc.abstractmethod
+    def before_run(self) -> None:
+        """Called before each run of a program."""
+
+    @abc.abstractmethod
+    def after_shard(self) -> None:
+        """Called after `Step.shard` has copied a state."""
+
+    @abc.abstractmethod
     def constants(self) -> Mapping[str, Hashable]:
         """The values that a program of this function is specialised on, other than arguments and reads, by name."""
+
+    @abc.abstractmethod
+    def evaluation(self, fn: Callable) -> Callable:
+        """A function of the batch as a step that returns the state unchanged."""
 
     @abc.abstractmethod
     def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
@@ -46,7 +58,7 @@ class ExtraInputs(abc.ABC):
 
     @abc.abstractmethod
     def check_changed(self, changed: Collection[str]) -> None:
-        """Check that a program of this function may change the leaves of the state with these names.
+        """Take note of the leaves of the state that a program of this function changes, and check that it may.
 
         Raises: ValueError if it may not change one of them.
         """

@@ -20,6 +20,7 @@ from ..calling.host_memory import let_copies_end
 from ..calling.meta_leaves import ValuesOfMeta
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
+from .moved_weights import has_moved, is_without_memory, move_back
 from .optimizer_state import (
     Entries,
     copied,
@@ -50,6 +51,9 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
             if entries:
                 entries_by_name[name] = lifted_entries(optimizer, params[name])
 
+    if has_moved(model):
+        # Another lifted step has the values.
+        params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
     # The optimizer state is in the order of the parameters, also with several optimizers.
     state: State = {
         "params": {name: p.detach() for name, p in params.items()},
@@ -83,6 +87,7 @@ def write_back(
     """
     check_lifted_from(state, model, scaler)
     let_copies_end()
+    move_back(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             _write(p, state["params"][name])
@@ -131,6 +136,8 @@ def _write(present: Any, value: Any) -> Any:
             "write_back: the state has the parts of this rank, and the module has whole tensors.\n"
             "Gather it first: zt.write_back(model, optimizer, step.unshard(state))."
         )
+    if isinstance(present, torch.Tensor) and is_without_memory(present):
+        return copied(value)
     if isinstance(present, torch.Tensor):
         return present.copy_(_in_layout_of(value, present))
     return type(present)(value.item())
@@ -143,9 +150,15 @@ def _in_layout_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def check_lifted(state: Any, step: str) -> None:
-    """Raises: TypeError if the first argument of a lifted step is not a state, as `lift` returns it."""
+def check_lifted(state: Any, step: str, keys: Sequence[str]) -> None:
+    """Raises: TypeError if the first argument of a lifted step is not a lifted state with these keys."""
     if isinstance(state, Mapping) and "params" in state:
+        for key in keys:
+            if key not in state:
+                raise TypeError(
+                    f"lift: the state that {step} was called with has no {key!r}.\n"
+                    f"Pass the whole state: state, output = {step}(state, ...)."
+                )
         return
     description = f"a {type(state).__name__}"
     if isinstance(state, torch.Tensor):

@@ -38,6 +38,7 @@ from .hyperparameters import (
 )
 from .lifted_state import State, check_lifted
 from .module_tensors import buffers_of, explain_outside, substituted, tensors_of
+from .moved_weights import has_moved, move_to_state
 from .numbers import Numbers
 from .optimizer_state import (
     Entries,
@@ -88,6 +89,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self._states_of_optimizers = [optimizer.state for optimizer in optimizers]
         self._carry_grads = carry_grads
         self._scaler = scaler
+        self._changes_params = bool(optimizers)
         # The pairs of buffers that share memory in the module.
         self._sharing = sharing
         self.__signature__ = _signature_of(loop_step)
@@ -117,6 +119,15 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
     def modules(self) -> tuple[nn.Module]:
         return (self._model,)
 
+    def before_run(self) -> None:
+        """Move the weights of the module to the state, if the step changes them."""
+        if self._changes_params and not has_moved(self._model):
+            move_to_state(self._model, self._optimizers)
+
+    def after_shard(self) -> None:
+        """Move the weights of the module to the state that `Step.shard` has copied."""
+        move_to_state(self._model, self._optimizers)
+
     def constants(self) -> Mapping[str, Hashable]:
         """The settings of the optimizers and the scaler that are constants of a program."""
         return {
@@ -124,25 +135,43 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             "a setting of the scaler": settings_of(self._scaler),
         }
 
+    def evaluation(self, fn: Callable) -> Evaluation:
+        """A function of the batch that uses the module, as a step that leaves its state unchanged."""
+        return Evaluation(fn, self._model)
+
     def known_tensors(self, state: State) -> Mapping[int, torch.Tensor]:
         """The buffers and frozen parameters of the module that have values, by the `id` of their leaf in a state."""
+        self._check(state)
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         tensor_by_leaf = {}
         for kind, tensors in (("params", frozen), ("buffers", buffers_of(self._model))):
             for name, x in tensors.items():
-                if name in state[kind] and type(x) in _PLAIN and not x.is_meta:
+                has_value = type(x) in _PLAIN and not x.is_meta and not has_moved(x)
+                if name in state[kind] and has_value:
                     tensor_by_leaf[id(state[kind][name])] = x
         return tensor_by_leaf
 
+    def _check(self, state: Any) -> None:
+        """Raises: TypeError if a state lacks what this step needs."""
+        keys = ["params", "buffers"]
+        if self._optimizers:
+            keys.append("optimizer")
+        check_lifted(state, self.__name__, keys)
+
     def check_changed(self, changed: Collection[str]) -> None:
-        """Raises: TraceError if a program changes one of two buffers that share memory in the module."""
+        """Note whether programs change parameters.
+
+        Raises: TraceError if a program changes one of two buffers that share memory in the module.
+        """
+        if any(name.startswith("params.") for name in changed):
+            self._changes_params = True
         check_sharing_unchanged(self._sharing, changed)
 
     def call_with(
         self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs
     ) -> tuple[State, T]:
         """Run the loop step from `state`, with these values of the parameter groups."""
-        check_lifted(state, self.__name__)
+        self._check(state)
         check_optimizers(self._model, self._optimizers)
         module_params = dict(self._model.named_parameters())
         module_tensors = tensors_of(self._model)
@@ -151,7 +180,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         )
         names = {id(p): name for name, p in module_params.items()}
         group_numbers = numbers_of_groups(groups_of(self._optimizers), extra)
-        state_numbers = numbers_of_states(self._optimizers, names, state["optimizer"])
+        state_numbers = numbers_of_states(self._optimizers, names, state.get("optimizer", {}))
         numbers = Numbers([*group_numbers, *state_numbers])
         # Copies, because a scaler writes its scale in place, and the caller's state must not change.
         scale = None
@@ -217,7 +246,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         """Refuse, inside the context, what a loop step may not do. `module_tensors` are the module's own tensors."""
         params = gradients.params
         required_grad = {name: p.requires_grad for name, p in params.items()}
-        steps = _steps_checked(self._optimizers, gradients, numbers, not self._carry_grads)
+        steps = _steps_checked(self._optimizers, gradients, numbers, self._carry_grads)
         with steps, schedulers_refused(), scaling(self._scaler, scale), gradients:
             try:
                 yield
@@ -297,6 +326,34 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         return new_state
 
 
+class Evaluation(LiftedStep[P, T]):
+    """A function of the batch that uses a module, as a step that leaves its state unchanged.
+
+    It takes the states of steps that train the module, and reads their parameters and buffers only.
+    """
+
+    def __init__(self, fn: Callable[P, T], model: nn.Module) -> None:
+        super().__init__(torch.no_grad()(fn), model, (), False, None, ())
+
+    def call_with(
+        self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs
+    ) -> tuple[State, T]:
+        self._check(state)
+        weights = {"params": state["params"], "buffers": state["buffers"], "optimizer": {}}
+        new_weights, output = super().call_with(extra, weights, *batch, **kwargs)
+        params, buffers = new_weights["params"], new_weights["buffers"]
+        return {**state, "params": params, "buffers": buffers}, output
+
+    def check_changed(self, changed: Collection[str]) -> None:
+        """Raises: TraceError if the function changes a parameter or a buffer."""
+        if changed:
+            raise TraceError(
+                f"eval: {self.__name__} changes {min(changed)} of the state.\n"
+                f"Batch norms update their statistics in training mode: call model.eval() before, and model.train() "
+                f"after."
+            )
+
+
 def _signature_of(loop_step: Callable) -> inspect.Signature:
     """The signature of a lifted step: the state, then the arguments of the loop step."""
     arguments = inspect.signature(loop_step).parameters
@@ -342,9 +399,13 @@ def _in_precision_of(old: Any, new: Any) -> Any:
 
 @contextlib.contextmanager
 def _steps_checked(
-    optimizers: Sequence[Optimizer], gradients: Gradients, numbers: Numbers, must_step: bool
+    optimizers: Sequence[Optimizer], gradients: Gradients, numbers: Numbers, are_carried: bool
 ) -> Iterator[None]:
-    """Raise an error if the loop steps another optimizer, or, with `must_step`, does not step all of these.
+    """Raise an error if the loop steps another optimizer, or computes gradients that no optimizer uses.
+
+    An optimizer need not step in every program: a policy may be updated in every second call, as a bool says. But
+    unless gradients `are_carried`, those that it does not use must be reset in the loop step, because a later call,
+    which may step it, would start without them.
 
     While one of them steps, also in a hook of backward, the mode `numbers` is active.
     """
@@ -378,7 +439,10 @@ def _steps_checked(
                 raise
             raise _reads_value(running_optimizers[-1], error) from error
     for k, optimizer in enumerate(optimizers):
-        if must_step and optimizer not in stepped_optimizers:
+        has_stepped = optimizer in stepped_optimizers
+        if not (has_stepped or are_carried) and any(
+            p.grad is not None for p in params_of(optimizer)
+        ):
             raise _not_stepped(optimizers, k)
 
 
@@ -387,10 +451,12 @@ def _not_stepped(optimizers: Sequence[Optimizer], k: int) -> TraceError:
     if len(optimizers) > 1:
         method = f"step() of optimizer {k}, {type(optimizers[k]).__name__}"
     return TraceError(
-        f"lift: the loop step did not call {method} while it was traced, so its program would never do so.\n"
-        f"To accumulate gradients, step after each batch and apply zt.accumulate(n) to the lifted step, or take all "
-        f"micro-batches in one call, and step after them. To step in some calls only, as a bool says that you pass, "
-        f"carry the gradients: lift(loop_step, model, optimizer, carry_grads=True)."
+        f"lift: the loop step did not call {method} while it was traced, and leaves gradients for it.\n"
+        f"  1. To accumulate gradients, step after each batch, and apply zt.accumulate(n) to the lifted step.\n"
+        f"  2. To step in some calls only, as a bool says that you pass, compute no gradients for it in the others: "
+        f"call .detach() on what it trains, or its zero_grad() at the end.\n"
+        f"  3. To add to the gradients of earlier calls, carry them: lift(loop_step, model, optimizer, "
+        f"carry_grads=True)."
     )
 
 

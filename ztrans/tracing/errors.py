@@ -176,14 +176,15 @@ _ADVICE = {
 def no_gradient(source: Source | None, step: str) -> TraceError:
     """The step takes the gradient of a loss that depends on nothing that requires one."""
     why = "gradients are off"
+    advice = "Call the step outside of torch.no_grad() and torch.inference_mode()."
     if torch.is_grad_enabled():
         why = "the loss depends on nothing that requires a gradient"
-    return TraceError(
-        f"trace: {step} takes gradients, and {why}.\n"
-        f"  at {where(source)}\n"
-        f"Call the step outside of torch.no_grad() and torch.inference_mode(), and leave requires_grad of at least one "
-        f"parameter on."
-    )
+        advice = (
+            "In a step of a state, take gradients by torch.func.grad(loss_fn)(params), or begin with "
+            "w = state['w'].detach().requires_grad_() before loss.backward() and w.grad. In a lifted loop, leave "
+            "requires_grad of at least one parameter on."
+        )
+    return TraceError(f"trace: {step} takes gradients, and {why}.\n  at {where(source)}\n{advice}")
 
 
 def sparse_gradient(source: Source | None) -> TraceError:
