@@ -47,12 +47,12 @@ def table(timeline: Timeline) -> str:
         least, cause = timeline.bound
         rows.append(row("bound", least, f"{cause} binds: {step / least:.2f}x"))
     rows += _memory_rows(timeline)
-    text = f"{timeline.name}: {format_seconds(step)}\n{_columns(rows)}"
+    text = f"{timeline.name}: {format_seconds(step)}\n{columns(rows)}"
 
     stalls = []
     for event in _worst_stalls(timeline):
         stalls.append(row(f"  {event.title}", event.stall, event.source_line))
-    return f"{text}\nworst stalls\n{_columns(stalls)}" if stalls else text
+    return f"{text}\nworst stalls\n{columns(stalls)}" if stalls else text
 
 
 def _memory_rows(timeline: Timeline) -> list[list[str]]:
@@ -84,7 +84,7 @@ def compared(first: Timeline, second: Timeline) -> str:
         b = second_figures.get(name)
         ratio = f"{b / a:.2f}" if a and b else "-"
         rows.append([name, _figure_text(name, a), _figure_text(name, b), ratio])
-    return _columns(rows, left_aligned=(0,))
+    return columns(rows, left_aligned=(0,))
 
 
 def _position(row: str) -> int:
@@ -119,7 +119,7 @@ def _figures(timeline: Timeline) -> dict[str, float]:
     return figures
 
 
-def _columns(rows: list[list[str]], left_aligned: tuple[int, ...] = (0, 3)) -> str:
+def columns(rows: list[list[str]], left_aligned: tuple[int, ...] = (0, 3)) -> str:
     """Rows in columns, each aligned to the right, or to the left if it holds words."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
