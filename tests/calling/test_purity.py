@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 from pathlib import Path
 from random import uniform
@@ -145,6 +146,7 @@ def test_a_module_may_prepare_itself_in_its_first_run():
     losses = [run(state, x)[1] for x in (X, X, torch.cat([X, X]))]
     assert model.ready and len(model.layer._forward_hooks) == 1
     assert len(run._cache) == 2
+    zt.write_back(model, (), state)
     wanted = model(X).square().mean()
     assert all(torch.allclose(loss, wanted) for loss in losses)
 
@@ -236,6 +238,7 @@ def test_an_attribute_that_a_step_writes_before_it_reads_it_is_allowed():
         return loss
 
     step, state = zt.lift(loop_step, model, sgd)
+    initial = copy.deepcopy(state)
     run = zt.Step.of(step)
     state = run.shard(state)
     losses = []
@@ -243,6 +246,7 @@ def test_an_attribute_that_a_step_writes_before_it_reads_it_is_allowed():
         state, loss = run(state, X)
         losses.append(loss)
     assert len(run._cache) == 1
+    zt.write_back(model, sgd, initial)
     assert torch.allclose(
         torch.stack(losses), torch.stack([loop_step(X).detach() for _ in range(2)])
     )
@@ -385,6 +389,7 @@ def test_attributes_that_torchs_own_modules_write_are_allowed():
     step, state = zt.lift(loop_step, model, sgd)
     run = zt.Step.of(step)
     _, loss = run(run.shard(state), X)
+    zt.write_back(model, sgd, state)
     assert torch.allclose(loss, loop_step(X).detach()) and len(run._cache) == 1
 
 

@@ -607,6 +607,47 @@ def test_an_optimizer_that_steps_in_some_calls_has_the_bits_of_the_loop():
     assert len(step._cache) == 2
 
 
+def test_two_lifted_steps_train_parts_of_one_state():
+    plain, (critic, policy), _ = delayed()
+    nets, optimizers, _ = delayed()
+
+    def loops(nets, critic, policy):
+        def update_critic(x, reward):
+            action = nets.policy(x).detach()
+            loss = F.mse_loss(nets.critic(torch.cat([x, action], 1)), reward)
+            critic.zero_grad()
+            loss.backward()
+            critic.step()
+            return loss
+
+        def update_policy(x):
+            loss = -nets.critic(torch.cat([x, nets.policy(x)], 1)).mean()
+            policy.zero_grad()
+            loss.backward()
+            policy.step()
+            return loss
+
+        return update_critic, update_policy
+
+    plain_loops = loops(plain, critic, policy)
+    lifted = loops(nets, *optimizers)
+    critic_step, state = zt.lift(lifted[0], nets, optimizers[0])
+    policy_step, policy_state = zt.lift(lifted[1], nets, optimizers[1])
+    state["optimizer"] |= policy_state["optimizer"]
+    critic_step, policy_step = zt.Step(critic_step), zt.Step(policy_step)
+    state = critic_step.shard(state)
+    for i in range(6):
+        torch.manual_seed(i)
+        x, reward = torch.randn(8, 4), torch.randn(8, 1)
+        state, loss = critic_step(state, x, reward)
+        assert torch.equal(loss, plain_loops[0](x, reward).detach())
+        if i % 3 == 0:
+            state, loss = policy_step(state, x)
+            assert torch.equal(loss, plain_loops[1](x).detach())
+    zt.write_back(nets, optimizers, state)
+    assert distance(dict(nets.state_dict()), dict(plain.state_dict())) == 0
+
+
 def test_a_loop_that_takes_no_step_is_refused():
     model = make_model()
     optimizer = of("SGD", lr=0.1)(model)
