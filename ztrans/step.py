@@ -550,9 +550,7 @@ class Step(Generic[P, R]):
             parts = copied_state(state, self.leaf_shardings(state))
         else:
             with stage(self.__name__, "shard"):
-                parts = shard_state(
-                    state, mesh, paths, self.leaf_shardings(state), source, device
-                )
+                parts = shard_state(state, mesh, paths, self.leaf_shardings(state), source, device)
         if self._function.extra is not None:
             self._function.extra.after_shard()
         return parts
