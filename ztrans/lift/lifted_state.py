@@ -51,12 +51,13 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: boo
             if entries:
                 entries_by_name[name] = lifted_entries(optimizer, params[name])
 
+    values = {name: p.detach() for name, p in params.items()}
     if has_moved(model):
-        # Another lifted step has the values.
-        params = {name: torch.empty_like(p, device="meta") for name, p in params.items()}
+        # Another state has the values.
+        values = {name: torch.empty_like(x, device="meta") for name, x in values.items()}
     # The optimizer state is in the order of the parameters, also with several optimizers.
     state: State = {
-        "params": {name: p.detach() for name, p in params.items()},
+        "params": values,
         "buffers": {name: x.detach() for name, x in buffers_of(model).items()},
         "optimizer": {name: entries_by_name[name] for name in params if name in entries_by_name},
     }
