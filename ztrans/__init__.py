@@ -24,6 +24,7 @@ from .transforms.overlap_grads import overlap_grads
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
+from .transforms.sharding.registered_rules import sharding_rule
 
 __version__ = "0.1.0"
 
@@ -31,7 +32,7 @@ __all__ = [
     "AbstractMesh", "Cluster", "Device", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
     "ir", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat",
-    "request_stop", "save", "shard_params", "stages", "stop_on", "testing", "write_back",
+    "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing", "write_back",
 ]  # fmt: skip
 
 

@@ -96,8 +96,8 @@ def test_every_transform_is_checked():
         if getattr(getattr(zt, name), "__module__", "").startswith("ztrans.transforms.")
         and isinstance(getattr(zt, name), types.FunctionType)
     }
-    # shard_params is in each world; chain and the reductions of a step make no transform.
-    assert checked == functions - {"shard_params", "chain"}
+    # shard_params is in each world; chain, sharding_rule and the reductions of a step make no transform.
+    assert checked == functions - {"shard_params", "chain", "sharding_rule"}
 
 
 def test_on_one_rank_one_stage_is_checked(monkeypatch):

@@ -60,7 +60,12 @@ def descend_by_rule(p: Tensor, g: Tensor, lr: float) -> Tensor:
     return p - lr * g
 
 
-for _operator in (descend, descend_by_rule):
+@torch.library.custom_op("custom::descend_by_pattern", mutates_args=())
+def descend_by_pattern(p: Tensor, g: Tensor, lr: float) -> Tensor:
+    return p - lr * g
+
+
+for _operator in (descend, descend_by_rule, descend_by_pattern):
     _operator.register_fake(lambda p, g, lr: torch.empty_like(p))
 
 
@@ -68,6 +73,9 @@ for _operator in (descend, descend_by_rule):
 def _(p, g, lr):
     parts = [([Shard(d)], [Shard(d), Shard(d), None]) for d in range(p.ndim)]
     return [*parts, ([Replicate()], [Replicate(), Replicate(), None])]
+
+
+register_sharding(torch.ops.custom.descend_by_pattern.default)(zt.sharding_rule("... -> ..."))
 
 
 @torch.library.custom_op("custom::scale_", mutates_args=("x",))
@@ -179,12 +187,13 @@ def test_torch_func_does_not_support_an_operator_with_register_autograd(activati
         zt.Step.of(by_func(activation)).lower(STATE, X)
 
 
-def test_in_the_update_by_a_registered_rule():
+@pytest.mark.parametrize("operator", [descend_by_rule, descend_by_pattern])
+def test_in_the_update_by_a_registered_rule(operator):
     """It runs on shards, and nothing is gathered for it."""
-    step = make(update=lambda p, g: descend_by_rule(p, g, 0.1))
+    step = make(update=lambda p, g: operator(p, g, 0.1))
     lowered, state = sharded(step)
     assert distance(state, step(STATE, X)[0]) < 1e-6
-    updates = [e for e in lowered.graph.eqns if e.op is torch.ops.custom.descend_by_rule.default]
+    updates = [e for e in lowered.graph.eqns if e.op is operator._opoverload]
     assert {e.out.type for e in updates} == {"f32[6@dp,4]", "f32[6@dp]"}
     assert not lowered.cost_analysis().over(role="update")
 

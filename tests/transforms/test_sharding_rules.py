@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental import register_sharding
 
+import ztrans as zt
 from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
 from ztrans.ir.layout import on_axis
+from ztrans.transforms.sharding.patterns import letters_of, parse
 from ztrans.transforms.sharding.registered_rules import NoRule
 from ztrans.transforms.sharding.rules import rule
 
@@ -227,6 +230,7 @@ def test_a_product_keeps_rows_and_columns_that_it_does_not_sum_over():
     assert ask(aten.addmm.default, var(12), W, other) == ([None, CUT, None], [CUT])
     assert ask(aten.addmm.default, var(12, 12), W, other) == ([CUT, CUT, None], [CUT])
     assert ask(aten.addmm.default, var(), W, other) == ([None, CUT, None], [CUT])
+    assert ask(aten.addmm.default, var(1, 12), W, other) == ([None, CUT, None], [CUT])
     batch = var(4, 2, 3, placement=CUT)
     assert ask(aten.bmm.default, batch, var(4, 3, 5)) == ([CUT, CUT], [CUT])
 
@@ -311,6 +315,40 @@ def test_an_operation_that_the_table_does_not_know_runs_on_whole_values():
     assert ask(aten.prod.default, W) == WHOLE
     counts = [(torch.int64, (3,))]
     assert ask(aten.bincount.default, var(12, placement=CUT), outs=counts) == WHOLE
+
+
+@torch.library.custom_op("letters::product", mutates_args=())
+def product(x: torch.Tensor, scale: float, factors: list[torch.Tensor]) -> torch.Tensor:
+    return scale * (x @ factors[0]).mv(factors[1])
+
+
+product.register_fake(lambda x, scale, factors: x.new_empty(len(x)))
+register_sharding(torch.ops.letters.product.default)(zt.sharding_rule("m k, k _, _ -> m"))
+
+
+def test_a_pattern_is_the_rule_of_an_operator():
+    def placements(x, factor):
+        outs = [(torch.float32, (12,))]
+        ins = x, 2.0, [factor, var(8)]
+        return ask(torch.ops.letters.product.default, *ins, outs=outs)
+
+    assert placements(W, var(6, 8)) == ([CUT, None, None], [CUT])
+    inner = var(8, 12, placement=COLUMNS), var(12, 8, placement=CUT)
+    assert placements(*inner) == ([COLUMNS, CUT, None], [TERMS])
+    assert placements(var(12, 6), var(6, 8, placement=COLUMNS)) == ([None] * 3, [None])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a b", "one arrow, .* got 'a b'"),
+        ("a, b -> a", "shows 2 arguments of an operation that has 3"),
+        ("a -> a, a", "shows 2 results of an operation that has 3"),
+    ],
+)
+def test_a_pattern_that_shows_another_operation_is_refused(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        letters_of(parse(pattern), ((5,), (5,), (5,)), 3)
 
 
 def test_an_operator_without_a_registered_rule_is_refused():

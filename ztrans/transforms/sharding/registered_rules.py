@@ -2,7 +2,7 @@
 
 `torch.distributed.tensor.experimental.register_sharding` writes them to a table of DTensor, which is not public.
 DTensor chooses among the layouts that a rule accepts. We ask it about one equation at a time, with shapes only: it
-needs neither a process group nor data.
+needs neither a process group nor data. `sharding_rule` makes a rule for it from a pattern.
 
 Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 """
@@ -10,7 +10,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,46 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from ...ir.graph import Eqn, Partial, Placement, Split, Var, substitute
+from .patterns import WHOLE, along, letters_of, parse
 
 
 class NoRule(Exception):
     """No rule is registered for an operator, or the rule does not accept these layouts."""
+
+
+def sharding_rule(pattern: str) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
+    """A rule for `register_sharding`, as a pattern in the notation of einops.
+
+        register_sharding(torch.ops.my.product.default)(zt.sharding_rule("m k, k n -> m n"))
+
+    The operator may run on parts along any letter, one at a time. Arguments and results with this letter are cut along
+    it; the other arguments are whole, and the other results are terms of a sum, one on each rank.
+
+    Args:
+        pattern: a letter or a word for each dim of each tensor among the arguments, and of each result. `_` is a dim
+            that may not be cut, and `...` stands for any number of dims: "... -> ..." is an elementwise operator.
+
+    >>> x = torch.empty(4, 3)
+    >>> spec = DTensorSpec(_mesh(2), (Replicate(),), TensorMeta(x.shape, x.stride(), x.dtype))
+    >>> sharding_rule("rows _ -> rows")(spec)
+    [([Replicate()], [Replicate()]), ([Shard(dim=0)], [Shard(dim=0)])]
+    """
+    letters_of_tensors = parse(pattern)
+
+    def accepted_layouts(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        shapes = tuple(x.shape for x in leaves if isinstance(x, DTensorSpec))
+        ins, outs = letters_of(letters_of_tensors, shapes, len(letters_of_tensors.outs))
+        layouts: list[tuple[list[Any], list[Any]]] = [
+            ([Replicate()] * len(outs), [Replicate()] * len(ins))
+        ]
+        for letter in dict.fromkeys(letter for letters in ins for letter in letters):
+            if letter != WHOLE:
+                cut_outs = along(letter, outs, Shard, DPartial())
+                layouts.append((cut_outs, along(letter, ins, Shard, Replicate())))
+        return layouts
+
+    return accepted_layouts
 
 
 @functools.lru_cache

@@ -1,17 +1,16 @@
 """How an equation of the update runs on the shards of its arguments.
 
-Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis.
+Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis. An operation
+has a pattern (see `patterns`), which may depend on its arguments:
 
-    elementwise   the result is cut as the arguments are              add, sqrt, where, casts, fused optimizers
-    views         cut where a dim runs over the same memory           t, view, select along another dim
-    reductions    along the cut dim: terms, one on each rank          sum, mean, norm, amax, any
-                  along other dims: cut
-    products      cut, if one factor is cut along rows or columns     mm, bmm, addmm, mv
-    lists         cut, unless they are joined along that dim          stack, cat
+    elementwise     ... -> ...          add, sqrt, where, casts, fused optimizers
+    views           a b -> b a          t, view, select: where a dim of the result runs over the same memory
+    reductions      a b -> b            sum, mean, norm, amax, any
+    products        m _, _ n -> m n     mm, bmm, addmm, mv
+    lists           _ b -> _ b          cat along the first dim; stack
 
-Linear operations also run on terms. Everything else runs on whole values, and so does a product that sums over the cut
-dim, unless its result is a single number. So an operation that is missing from this table costs messages, but never
-gives wrong numbers. A user's operator has the rule that the user registered with
+Linear operations also run on terms. Everything else runs on whole values. So an operation that is missing from this
+table costs messages, but never gives wrong numbers. A user's operator has the rule that the user registered with
 `torch.distributed.tensor.experimental.register_sharding`.
 """
 
@@ -24,14 +23,27 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ir.collectives import rules
-from ...ir.graph import Eqn, Partial, Placement, Split, variables
+from ...ir.graph import Eqn, Partial, Placement, Split
 from ...ir.higher_order import functions
 from ...ir.layout import chunk, part
 from ...ir.nested import tensors_in
 from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
 from ...ir.operations import compute
+from .patterns import WHOLE, Pattern, along, letters_of, parse
 from .registered_rules import NoRule, registered_rule
 
+_ELEMENTWISE = parse("... -> ...")
+# A summand comes first. The terms of a product of matrices would be as large as the product, so none is cut along the
+# dim that it sums over.
+_PRODUCTS: Mapping[str, Pattern] = {
+    "addmm": parse("m n, m _, _ n -> m n"),
+    "addmv": parse("m, m _, _ -> m"),
+    "baddbmm": parse("b m n, b m _, b _ n -> b m n"),
+    "bmm": parse("b m _, b _ n -> b m n"),
+    "dot": parse("k, k ->"),
+    "mm": parse("m _, _ n -> m n"),
+    "mv": parse("m _, _ -> m"),
+}
 # Reductions, and the operation that combines their results on parts. Norms are combined by their order.
 _REDUCTIONS: Mapping[str, str] = {
     "all": "min",
@@ -44,20 +56,9 @@ _REDUCTIONS: Mapping[str, str] = {
     "min": "min",
     "sum": "sum",
 }
-# Products in the notation of `torch.einsum`: the indices of each factor and of the result. A summand comes first.
-_PRODUCTS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "addmm": (("ij", "ik", "kj"), "ij"),
-    "addmv": (("i", "ik", "k"), "i"),
-    "baddbmm": (("bij", "bik", "bkj"), "bij"),
-    "bmm": (("bik", "bkj"), "bij"),
-    "dot": (("k", "k"), ""),
-    "mm": (("ik", "kj"), "ij"),
-    "mv": (("ik", "k"), "i"),
-}
 # Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
 # under further conditions, in `_on_terms`.
 _ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
-Cuts = Sequence[Split | None]
 
 
 class Rule(NamedTuple):
@@ -98,79 +99,82 @@ def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -
         return None if constants else _on_terms(eqn, placements)
     if any(x.ndim for x in constants):  # it would have to be cut as well
         return None
-    rules_of_kinds = [_elementwise, _fused_optimizer]
-    if all(v.numel for v in eqn.ins):
-        rules_of_kinds += [_view, _reduction, _product, _list]
-    for rule_of_kind in rules_of_kinds:
-        sharding_rule = rule_of_kind(eqn, cuts, axis, size)
-        if sharding_rule is not None:
-            return sharding_rule
-    return None
+    pattern = pattern_of(eqn, size)
+    return None if pattern is None else _on_cuts(eqn, pattern, cuts, axis)
 
 
-# ---- elementwise operations
+def _on_cuts(eqn: Eqn, pattern: Pattern, cuts: Sequence[Split | None], axis: str) -> Rule | None:
+    """The rule of a pattern for these cuts; None if they are along several letters, or along a dim without one.
 
-
-def _elementwise(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """The result is cut like the largest argument that is cut."""
-    if not _is_elementwise(eqn):
-        return None
-    # Dims are counted from the last one, because shapes are broadcast from there.
-    shape = eqn.out.shape
-    dims: dict[int, int] = {}  # by the number of elements of the argument
-    for v, cut in zip(eqn.ins, cuts):
+    An elementwise operation is cut like its largest argument that is cut.
+    """
+    ins, outs = letters_of(pattern, tuple(v.shape for v in eqn.ins), len(eqn.outs))
+    elements: dict[str, int] = {}  # of the largest argument that is cut along a letter
+    for v, letters, cut in zip(eqn.ins, ins, cuts):
         if cut is not None:
-            dim = cut.dim + len(shape) - len(v.shape)
-            if v.shape[cut.dim] == shape[dim]:
-                dims.setdefault(v.numel, dim)
-    if not dims:
+            letter = letters[cut.dim]
+            elements[letter] = max(v.numel, elements.get(letter, 0))
+    if pattern is _ELEMENTWISE:
+        elements.pop(WHOLE, None)  # an argument that is broadcast along its cut becomes whole
+    elif len(elements) > 1:
+        return None
+    if not elements or WHOLE in elements:
         return None
 
-    dim = dims[max(dims)]
-    ins: list[Placement] = []
-    for v in eqn.ins:
-        own_dim = dim + len(v.shape) - len(shape)
-        is_broadcast = own_dim < 0 or v.shape[own_dim] != shape[dim]
-        ins.append(None if is_broadcast else Split(axis, own_dim))
-    return Rule(ins, [Split(axis, dim)] * len(eqn.outs))
+    letter = max(elements, key=lambda letter: elements[letter])
+    split = lambda dim: Split(axis, dim)
+    return Rule(
+        along(letter, ins, split, None), along(letter, outs, split, Partial(axis, pattern.terms))
+    )
 
 
-def _is_elementwise(eqn: Eqn) -> bool:
+def pattern_of(eqn: Eqn, size: int) -> Pattern | None:
+    """The pattern of an operation of PyTorch on the parts of `size` ranks; None if the table has none."""
+    facts = op_facts(eqn.op)
     has_one_shape = all(out.shape == eqn.out.shape for out in eqn.results)
-    return op_facts(eqn.op).elementwise and has_one_shape
-
-
-def _fused_optimizer(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """A fused optimizer of one parameter is elementwise, except that it reads a whole step count and rate."""
-    if not op_facts(eqn.op).fused_update:
+    # A fused optimizer of one parameter is elementwise too: its step count and rate are scalars.
+    if (facts.elementwise and has_one_shape) or facts.fused_update:
+        return _ELEMENTWISE
+    if not all(v.numel for v in eqn.ins):
         return None
-    cut = next(cut for cut in cuts if cut is not None)
-    ins: list[Placement] = []
-    for name, argument in _arguments(eqn).items():
-        is_cut = isinstance(argument, list | tuple) and name != "state_steps"
-        ins += [cut if is_cut else None for _ in variables(argument)]
-    return Rule(ins, [cut] * len(eqn.outs))
+    if facts.view:
+        return _view(eqn, size)
+    if facts.name in _REDUCTIONS:
+        return _reduction(eqn, size)
+    if facts.name in ("stack", "cat"):
+        return _list(eqn)
+    return _PRODUCTS.get(facts.name)
+
+
+def _names(count: int) -> list[str]:
+    """The letters of a value with `count` dims."""
+    return [f"d{dim}" for dim in range(count)]
 
 
 # ---- views
 
 
-def _view(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """Each result of a view is cut along the dim that covers the same memory as the cut dim of the argument."""
-    cut = cuts[0]
-    if cut is None or not op_facts(eqn.op).view:
-        return None
+def _view(eqn: Eqn, size: int) -> Pattern | None:
+    """A dim has a letter if a dim of each result covers the same memory.
+
+    t           a b -> b a
+    select 0    _ b -> b
+    """
     if "stride" in _arguments(eqn):  # a part has other strides
         return None
     v = eqn.ins[0]
-    whole_value = torch.empty(v.shape, dtype=v.dtype, device="meta")
-    outs: list[Placement] = []
-    for view in compute(eqn, {v: whole_value}):
-        dim = _dim_of_rows(view, whole_value, cut.dim, size)
-        if dim is None:
-            return None
-        outs.append(Split(axis, dim))
-    return Rule(cuts, outs)
+    x = torch.empty(v.shape, dtype=v.dtype, device="meta")
+    views = compute(eqn, {v: x})
+    ins = [WHOLE] * x.ndim
+    outs = [[WHOLE] * view.ndim for view in views]
+    for dim, letter in enumerate(_names(x.ndim)):
+        dims_of_views = (_dim_of_rows(view, x, dim, size) for view in views)
+        dims = [view_dim for view_dim in dims_of_views if view_dim is not None]
+        if len(dims) == len(views):
+            ins[dim] = letter
+            for out, view_dim in zip(outs, dims):
+                out[view_dim] = letter
+    return Pattern((tuple(ins),), tuple(map(tuple, outs)))
 
 
 def _dim_of_rows(view: torch.Tensor, x: torch.Tensor, cut_dim: int, size: int) -> int | None:
@@ -206,24 +210,33 @@ def _stays_within_rows(view: torch.Tensor, steps: Sequence[int], dim: int, all_b
 # ---- reductions
 
 
-def _reduction(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """A reduction along the cut dim gives terms, one on each rank. Along other dims it keeps the cut."""
+def _reduction(eqn: Eqn, size: int) -> Pattern:
+    """A reduced dim has a letter if the results on its parts can be combined.
+
+    sum 0       a b -> b
+    max 1       a _ -> a, a
+    """
     name = op_facts(eqn.op).name
-    cut = cuts[0]
-    if name not in _REDUCTIONS or cut is None:
-        return None
+    arguments = _arguments(eqn)
     shape = eqn.ins[0].shape
-    dims = _reduced_dims(eqn)
-    if cut.dim not in dims:
-        dim = cut.dim
-        if len(eqn.out.shape) < len(shape):  # the result lacks the reduced dims
-            dim -= sum(reduced_dim < cut.dim for reduced_dim in dims)
-        return Rule(cuts, [Split(axis, dim)] * len(eqn.outs))
-    combining_op = _combining_op(name, _arguments(eqn), shape[cut.dim], size)
-    # A second result has the positions of a maximum, which are counted from the start of a part.
-    if combining_op is None or len(eqn.outs) > 1:
-        return None
-    return Rule(cuts, [Partial(axis, combining_op)])
+    reduced_dims = _reduced_dims(eqn)
+    keeps_dims = len(eqn.out.shape) == len(shape)
+    terms = "sum"
+    ins = _names(len(shape))
+    out = []
+    for dim, letter in enumerate(_names(len(shape))):
+        if dim not in reduced_dims:
+            out.append(letter)
+            continue
+        if keeps_dims:
+            out.append(WHOLE)
+        op = _combining_op(name, arguments, shape[dim], size)
+        # A second result has the positions of a maximum, which are counted from the start of a part.
+        if op is None or len(eqn.outs) > 1:
+            ins[dim] = WHOLE
+        else:
+            terms = op
+    return Pattern((tuple(ins),), (tuple(out),), terms)
 
 
 def _reduced_dims(eqn: Eqn) -> set[int]:
@@ -250,65 +263,17 @@ def _combining_op(name: str, arguments: Mapping[str, Any], rows: int, size: int)
     return None if is_extreme and has_empty_part else op
 
 
-# ---- products
-
-
-def _product(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """A product is cut along the only index along which factors are cut. An inner product is a sum."""
-    name = op_facts(eqn.op).name
-    if name not in _PRODUCTS:
-        return None
-    factors, result = _PRODUCTS[name]
-    # A summand may lack dims at the front of the result, along which it is broadcast.
-    indices = [factor[len(factor) - len(v.shape) :] for factor, v in zip(factors, eqn.ins)]
-    index = _only_cut_index(eqn, indices, cuts)
-    if index is None:
-        return None
-    if index in result:
-        out: Placement = Split(axis, result.index(index))
-    elif not result:
-        out = Partial(axis, "sum")
-    else:
-        return None
-    ins: list[Placement] = []
-    for own_indices in indices:
-        ins.append(Split(axis, own_indices.index(index)) if index in own_indices else None)
-    return Rule(ins, [out])
-
-
-def _only_cut_index(eqn: Eqn, indices: Sequence[str], cuts: Cuts) -> str | None:
-    """The index along which factors are cut; None if there are two, or if a summand is broadcast along it."""
-    cut_indices = set()
-    for own_indices, cut in zip(indices, cuts):
-        if cut is not None:
-            cut_indices.add(own_indices[cut.dim])
-    if len(cut_indices) > 1:
-        return None
-    (index,) = cut_indices
-    lengths = set()
-    for own_indices, v in zip(indices, eqn.ins):
-        if index in own_indices:
-            lengths.add(v.shape[own_indices.index(index)])
-    return index if len(lengths) == 1 else None
-
-
 # ---- lists
 
 
-def _list(eqn: Eqn, cuts: Cuts, axis: str, size: int) -> Rule | None:
-    """Values in a list are cut alike. `stack` adds a dim; `cat` joins them along a dim that may not be cut."""
-    name = op_facts(eqn.op).name
-    if name not in ("stack", "cat"):
-        return None
-    cut_dims = {cut.dim for cut in cuts if cut is not None}
-    if len(cut_dims) > 1:
-        return None
-    (cut_dim,) = cut_dims
-    list_dim = _arguments(eqn).get("dim", 0) % len(eqn.out.shape)
-    if name == "cat" and cut_dim == list_dim:
-        return None
-    shift = 1 if name == "stack" and list_dim <= cut_dim else 0
-    return Rule([Split(axis, cut_dim)] * len(eqn.ins), [Split(axis, cut_dim + shift)])
+def _list(eqn: Eqn) -> Pattern:
+    """Values in a list are cut alike. `stack` adds a dim; `cat` joins them along one."""
+    dim = _arguments(eqn).get("dim", 0) % len(eqn.out.shape)
+    names = _names(len(eqn.out.shape))
+    before, after = tuple(names[:dim]), tuple(names[dim + 1 :])
+    joined = (*before, WHOLE, *after)
+    is_stack = op_facts(eqn.op).name == "stack"
+    return Pattern((before + after if is_stack else joined,), (joined,))
 
 
 # ---- terms
