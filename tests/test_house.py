@@ -41,7 +41,7 @@ ARROWS = {
 CHOOSE_CUDA = {"runtime.transports"}
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
 TOP = (
-    *("running_order", "backends", "compiled", "fitting"),
+    *("running_order", "backends", "compiled", "fitting", "passes"),
     *("stages", "step", "testing", "__init__"),
 )
 

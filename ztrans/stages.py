@@ -35,40 +35,35 @@ from .fitting import (
     within_limit,
 )
 from .ir.ambient import refuse_inside, without_autocast
-from .ir.graph import Graph, dce
+from .ir.graph import Graph
 from .ir.interpreter import join_state, lockstep, split_state
 from .ir.layout import AbstractMesh
 from .ir.printer import Printed, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
+from .passes import History, passes, passes_after_plan, through
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
 from .planning.limit import DoesNotFit, check_peak, with_device_limit
 from .planning.lower_bound import lower_bound
 from .planning.make_plan import make_plan, with_memory_notes
-from .planning.place_copies import HostIsFull, check_host_memory, place_copies
+from .planning.place_copies import HostIsFull, check_host_memory
 from .planning.plan import Plan
 from .planning.realise import apply_plan, follow_plan
 from .planning.recompute.plan_recomputation import (
     has_choice,
     plan_recomputation,
-    values_on_host,
     with_recomputation,
 )
 from .planning.simulate import simulate
-from .planning.skeleton import THE_START, skeleton
+from .planning.skeleton import skeleton
 from .planning.summary import Summary, summarize
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
-from .rewrites.across_steps import carry_first_gathers, gathers_before
-from .rewrites.erase import erase_marks, erase_trivial
-from .rewrites.keep_gathers import keep_gathers
-from .rewrites.keep_on_host import demanded_on_host, keep_on_host
-from .rewrites.neighbours import among_neighbours
-from .rewrites.writes_last import writes_last
+from .rewrites.across_steps import gathers_before
 from .runtime.codegen import to_fx
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.mesh import check_runs, device_memory
@@ -85,62 +80,7 @@ from .transforms.base import (
     with_limit,
 )
 
-# The name of each rewrite with the program after it.
-History = tuple[tuple[str, Graph | fx.GraphModule], ...]
-Pass = tuple[str, Callable[[Graph], Graph]]
-
 __all__ = ["Compiled", "Cost", "Lowered", "Memory", "Traced"]
-
-
-def passes(plan: Plan) -> tuple[Pass, ...]:
-    """The passes after the transforms, in order. The plan orders the program that they return."""
-    return (
-        ("keep_gathers", keep_gathers),
-        ("erase_marks", erase_marks),
-        ("erase_trivial", erase_trivial),
-        ("dce", dce),
-        ("among_neighbours", among_neighbours),
-        ("keep_on_host", lambda graph: _with_values_on_host(graph, plan)),
-        (
-            "writes_last",
-            lambda graph: writes_last(graph) if graph.hints.update == "last" else graph,
-        ),
-    )
-
-
-def passes_after_plan(plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
-    """The passes after the plan has put the equations in order."""
-    return (
-        ("carry_first_gathers", lambda graph: _with_carried_gathers(graph, plan)),
-        ("place_copies", lambda graph: place_copies(graph, cluster)),
-    )
-
-
-def _with_values_on_host(graph: Graph, plan: Plan) -> Graph:
-    """The program that keeps on the host, from forward to backward, the values that checkpoints and plan put there."""
-    on_host = demanded_on_host(graph) | values_on_host(plan, graph)
-    return dce(keep_on_host(graph, on_host)) if on_host else graph
-
-
-def _with_carried_gathers(graph: Graph, plan: Plan) -> Graph:
-    """The program that also starts the first gathers of the next step, if a transform asks for that."""
-    if not graph.hints.across_steps:
-        return graph
-    at_start: set[str] = set()
-    for names, place in plan.gathers:
-        if place == THE_START:
-            at_start.update(names)
-    return carry_first_gathers(graph, at_start)
-
-
-def _through(graph: Graph, history: History, steps: Iterable[Pass]) -> tuple[Graph, History]:
-    """The program after some passes. The history gets a stage for each pass that changes the program."""
-    for name, rewrite in steps:
-        after = rewrite(graph)
-        if after.eqns != graph.eqns:
-            history = (*history, (name, after))
-        graph = after
-    return graph, history
 
 
 @dataclass(frozen=True, repr=False)
@@ -393,7 +333,7 @@ class Traced(Printed):
             history = (*history, ("recompute", graph))
         late = [t for t in self.transforms if t.phase >= Transform.phase]
         graph, history = self._transformed(graph, history, late)
-        graph, history = _through(graph, history, passes(plan))
+        graph, history = through(graph, history, passes(plan))
 
         # Each leaf of the state has axes of its own. All other inputs are distributed over all axes.
         shardings = program_shardings(graph, self.transforms).values()
@@ -576,7 +516,7 @@ class Lowered(Printed):
         """
         # The last stage is the program without an order. The ordered one replaces it.
         history: History = (*self.history[:-1], ("plan", graph))
-        graph, history = _through(graph, history, passes_after_plan(plan, self.cluster))
+        graph, history = through(graph, history, passes_after_plan(plan, self.cluster))
         check_host_memory(check(graph), self.cluster)
         if not follow:
             check_peak(graph, self.cluster.device)

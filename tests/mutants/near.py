@@ -10,6 +10,7 @@ TESTS = Path(__file__).parents[1]
 NEAR = {
     "backends": "test_stages runtime/cuda/test_half_weights runtime/cuda/test_half_gradients runtime/inductor/test_backend",
     "compiled": "test_stages test_step runtime/cuda/test_graph_capture test_mistakes runtime/test_carried",
+    "passes": "test_stages transforms/test_neighbours",
     "stages": "test_stages test_step test_fitting",
     "ops.all_gather": "ops/test_contracts ops/test_launches ops/interpreted/test_collectives",
     "ops.barrier": "ops/test_contracts runtime/cuda/test_copied_messages runtime/cuda/test_symmetric ops/interpreted/test_collectives",
