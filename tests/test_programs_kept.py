@@ -102,6 +102,8 @@ def test_a_step_keeps_no_fx_graph_and_no_history():
     assert [name for name, _ in compiled.lowered.history] == ["lower"]
     with pytest.raises(ValueError, match=r"Trace it again: step.trace\(state, \*batch\).fx"):
         _ = compiled.lowered.traced.fx
+    compiled = lowered.compile()
+    assert [name for name, _ in compiled.lowered.history] == ["lower"]
     assert lowered.history[0][0] == "make_fx" and lowered.traced.fx.code, "what you hold has all"
     module = weakref.ref(lowered.traced.fx)
     del lowered

@@ -102,7 +102,8 @@ class Binding:
 class Compiled(Printed):
     """A program bound to this rank: callable, and no longer transformable, as `jax.stages.Compiled`.
 
-    The first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
+    It keeps the program that runs, and the program as written, from which `tune` plans again, but no earlier stage. The
+    first call compares the programs of all ranks, and uses rank 0's plan if plans differ. A program that is
     `agreed` skips this: it follows a plan agreed on for another batch size, so it sends the same messages. `changes`
     says how its call differs from the one before, in words.
 
@@ -127,14 +128,6 @@ class Compiled(Printed):
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """An unbound copy that shares the program, which is frozen. Copying a module that holds this makes one."""
         return dataclasses.replace(self, binding=Binding())
-
-    def without_stages(self) -> Compiled:
-        """This program without its earlier stages (see `Lowered.without_stages`), with the same binding."""
-        local_program = self.binding.local_program
-        if local_program is not None:
-            lowered = local_program.lowered.without_stages()
-            self.binding.local_program = local_program._replace(lowered=lowered)
-        return dataclasses.replace(self, lowered=self.lowered.without_stages())
 
     def memory_analysis(self) -> Memory:
         """The live bytes at each equation of `graph`, their peak, and the values that are live at the peak.
@@ -264,7 +257,7 @@ class Compiled(Printed):
         """
         before = self.profile(*args, steps=steps, **kwargs)
         lowered = self._local_program.lowered.replan(before)
-        replanned = dataclasses.replace(self, lowered=lowered, agreed=False, binding=Binding())
+        replanned = self._of(lowered)
         after = replanned.profile(*args, steps=steps, **kwargs)
 
         # All ranks decide by the same two numbers, so they keep the same plan.
@@ -400,7 +393,8 @@ class Compiled(Printed):
         mesh = self._mesh
         contract = local_program.contract
         is_replay = local_program.runner.replays
-        if mesh is not None and contract is not None and (stop.is_watched() or not is_replay):
+        is_compared = not session.is_alone and (stop.is_watched() or not is_replay)
+        if is_compared and mesh is not None and contract is not None:
             launches = session.launches_first and (is_replay or not self.cuda_graph)
             agree(
                 session,
@@ -432,7 +426,13 @@ class Compiled(Printed):
         except (PlanError, DoesNotFit, HostIsFull):
             lowered = traced.lower(cluster=leader.cluster)
             agreed = False
-        return dataclasses.replace(self, lowered=lowered, agreed=agreed, binding=Binding())
+        return dataclasses.replace(self._of(lowered), agreed=agreed)
+
+    def _of(self, lowered: Lowered) -> Compiled:
+        """Another program, compiled as this one is."""
+        return lowered.compile(
+            backend=self.backend, cuda_graph=self.cuda_graph, cast_ahead=self.cast_ahead
+        )
 
     def _check_device(self, inputs: Inputs) -> None:
         """Raises: TypeError if this program is bound to another device than that of the inputs."""

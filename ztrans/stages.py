@@ -103,11 +103,11 @@ class Traced(Printed):
         FX's own tools print it: `print(traced.fx.code)`, `traced.fx.print_readable()`. It can be called, unless a fused
         optimizer of a lifted loop takes hyperparameters by value: these are inputs of the program.
 
-        Raises: ValueError for a program from the cache of a step, which has no FX graph.
+        Raises: ValueError for a compiled program, which keeps no FX graph.
         """
         if self.recording.fx is None:
             raise ValueError(
-                f"{self.graph.name}: a step keeps the programs that it runs without their FX graphs.\n"
+                f"{self.graph.name}: a compiled program keeps no FX graph.\n"
                 f"Trace it again: step.trace(state, *batch).fx."
             )
         return self.recording.fx
@@ -383,8 +383,8 @@ class Lowered(Printed):
     """The program of one rank, ready to compile, as `jax.stages.Lowered`.
 
     `history` has every stage of the program by name: the FX graph of make_fx, the program as written, the program after
-    each transform and after each later pass that changes it, and the program that runs. In the cache of a step it has
-    only the program that runs. `unordered` is the program with the hints of the transforms, before it has an order.
+    each transform and after each later pass that changes it, and the program that runs. In a `Compiled` it has only the
+    last one. `unordered` is the program with the hints of the transforms, before it has an order.
     """
 
     graph: Graph
@@ -484,7 +484,7 @@ class Lowered(Printed):
         return limited.with_plan(plan)
 
     def without_stages(self) -> Lowered:
-        """This program as a step caches it: without the FX graph, the history, and the results of analyses.
+        """This program as a compiled one keeps it: without the FX graph, the history, and the results of analyses.
 
         It can still be planned again, from the program as written.
         """
@@ -638,7 +638,7 @@ class Lowered(Printed):
         if cuda_graph:
             check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
-        return Compiled(self, backend, cuda_graph, cast_ahead)
+        return Compiled(self.without_stages(), backend, cuda_graph, cast_ahead)
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:

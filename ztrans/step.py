@@ -160,13 +160,12 @@ class ProgramCache:
                 unbound = unbound or cached.compiled
         return unbound
 
-    def add(self, compiled: Compiled, signature_before: Signature | None = None) -> Compiled:
-        """Add a program under its signature, without its earlier stages. Returns the program as added.
+    def add(self, compiled: Compiled, signature_before: Signature | None = None) -> None:
+        """Add a program under its signature.
 
         `signature_before` is the signature of the call before its trace. It also leads to the program: a trace may
         change what the step reads, but the program is the same before and after (see `purity`).
         """
-        compiled = compiled.without_stages()
         signature = compiled.lowered.recording.signature
         self._uses += 1
         self._added += 1
@@ -176,7 +175,6 @@ class ProgramCache:
             self._after_trace[signature_before] = signature
         if len(self._programs) > MOST_PROGRAMS:
             self._remove_oldest()
-        return compiled
 
     def _remove_oldest(self) -> None:
         """Remove programs until at most `MOST_PROGRAMS` are left."""
@@ -480,7 +478,7 @@ class Step(Generic[P, R]):
         self._check_laid_out(call.state)
         compiled = self._new_program(call, self._cache.of_any_size(signature))
         compiled = dataclasses.replace(compiled, changes=self._cache.changes(compiled))
-        compiled = self._cache.add(compiled, signature)
+        self._cache.add(compiled, signature)
         if len(self._cache) > _MANY_PROGRAMS:
             warn_of_many_programs(self.__name__, len(self._cache), self._cache.last_change())
         return compiled

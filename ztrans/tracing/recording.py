@@ -26,7 +26,7 @@ class Recording:
     Attributes:
         graph: the program as written.
         fx: the FX graph from make_fx. It takes the inputs of `graph`, and returns the tensors among its outputs. None
-            in the cache of a step, because it takes half of the memory of a program.
+            in a compiled program, because it takes half of the memory of a program.
         out_tree: the tree of the step's result.
         signature: the signature of the calls that the program is for.
         function: the function of the step.
