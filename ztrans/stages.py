@@ -416,7 +416,7 @@ class Lowered(Printed):
         >>> step = zt.shard_params(zt.AbstractMesh(dp=8))(lambda state, x: (state, (x @ state).mean()))
         >>> lowered = step.lower(torch.ones(16, 16), torch.ones(4, 16), cluster=zt.cluster("h100", dp="infiniband"))
         >>> print(str(lowered.summary()).splitlines()[0])
-        <lambda> on 8 ranks, NVIDIA H100 SXM
+        step on 8 ranks, H100
         """
         axes = [axis for t in self.traced.transforms for axis in t.axes]
         timelines = [self.timeline()]
