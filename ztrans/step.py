@@ -405,8 +405,8 @@ class Step(Generic[P, R]):
         >>> import ztrans as zt
         >>> model = nn.Linear(2, 1)
         >>> lifted, state = zt.lift(lambda x: model(x).sum(), model)
-        >>> evaluate = zt.Step.of(lifted).eval(lambda x: model(x).shape)
-        >>> evaluate(state, torch.ones(3, 2))
+        >>> evaluate = zt.Step.of(lifted).eval(model)
+        >>> evaluate(state, torch.ones(3, 2)).shape
         torch.Size([3, 1])
         """
         extra = self._function.extra
