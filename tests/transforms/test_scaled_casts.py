@@ -380,7 +380,14 @@ def in_another_order(w, state):
     return scaled.view(4, 5, 2, 4).to(E4M3, memory_format=torch.channels_last)
 
 
+def in_blocks_with_dims(w, state):
+    """The scale has more dims than the leaf."""
+    blocks = w.view(4, 5, 8)
+    return cast(blocks, 448.0 / blocks.abs().amax(dim=(0, 1, 2), keepdim=True))
+
+
 WIDE = [by_row, of_the_mean, also_wide, of_a_function, in_two_dtypes, in_another_order]
+WIDE += [in_blocks_with_dims]
 
 
 @pytest.mark.parametrize("use", WIDE, ids=lambda use: use.__name__)

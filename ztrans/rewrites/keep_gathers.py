@@ -23,7 +23,7 @@ def keep_gathers(graph: Graph) -> Graph:
     for wait, awaited in pair(graph).waits.items():
         if role(awaited.start) != "param" or wait.out in changing_values:
             continue
-        # A parameter is reduced only to its maximum or minimum, for the scale of a cast (`cast_on_shards`).
+        # A parameter is reduced only to its maximum or minimum, for the scale of a cast (`fuse_cast_gather`).
         is_extreme = not rules(awaited.start).moves
         if is_extreme or graph.zero_stage in (1, 2):
             value = new.fresh(wait.out, ".kept")

@@ -1,1 +1,1 @@
-"""The transforms, one file each. `base` has their class; others use the passes `reduce_once` and `cast_on_shards`."""
+"""The transforms, one file each. `base` has their class; `shard_params` uses the pass `reduce_once`."""

@@ -14,7 +14,7 @@ from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
 from ..rewrites.rewriter import Rewriter
 from .base import Transform, constructor
-from .cast_on_shards import cast_on_shards
+from .sharding.before_gathers import cast_before_gathers
 
 
 @constructor
@@ -50,7 +50,7 @@ def fuse_cast_gather() -> Transform:
 @dataclass(frozen=True, repr=False)
 class _FuseCastGather(Transform):
     def rewrite(self, graph: Graph) -> Graph:
-        graph = cast_on_shards(graph)
+        graph = cast_before_gathers(graph)
         readers = users(graph)
         outputs = set(variables(graph.outputs))
         new = Rewriter(graph)

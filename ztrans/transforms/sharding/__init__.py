@@ -1,1 +1,1 @@
-"""How `shard_params` rewrites each equation of a plain program: axes of leaves, layouts of values, sharding rules."""
+"""The walks over a program that put equations on shards: axes of leaves, layouts of values, sharding rules."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,9 +29,6 @@ from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.source import Source
 from ...rewrites.redistribute import Site, redistribute, reduced
 
-if TYPE_CHECKING:  # `shard_params` imports this module
-    from ..shard_params import ShardParams
-
 Phase = tuple[int, str]  # the number of forwards so far, and the region
 
 
@@ -51,24 +48,31 @@ class RankValues:
 
     At stage 3, forward and backward each gather the parameters that they read, and repeat their views and casts.
 
+    Args:
+        graph: the plain program, with the ZeRO stage and the hint `regather`.
+        reduce_dtype: the dtype of real gradients in messages, by default their own.
+
     Attributes:
         eqns: the equations.
         with_layout: values that are split over the mesh, or have a term on each rank. Each has one layout.
         without_layout: values that are whole on every rank, or vary.
+        paths: the leaf that a value is computed from, for values that are gathered under its path and not their own.
         producers: the equations of the plain program, by the values that they compute.
     """
 
-    def __init__(self, graph: Graph, options: ShardParams) -> None:
-        self.options = options
+    def __init__(self, graph: Graph, reduce_dtype: torch.dtype | None = None) -> None:
+        self.graph = graph
+        self.reduce_dtype = reduce_dtype
         self.eqns: list[Eqn] = []
         self.producers = producers(graph.eqns)
         self.names = Names(v.name for v in (*graph.inputs, *self.producers))
         self.with_layout: dict[Var, Var] = {}
         self.without_layout: dict[Var, Var] = {}
+        self.paths: dict[Var, str] = {}
         self._converted: dict[tuple[Var, Placement], Var] = {}
         # Views and casts of values that will be gathered. They are computed where they are used.
         self._deferred: dict[Var, Eqn] = {}
-        # For each value of the plain program, its whole value in each phase of a step.
+        # The whole value in each phase of a step: of shards, and of a deferred value of the plain program.
         self._gathered: dict[Var, dict[Phase | None, Var]] = {}
         self._phase: Phase = (0, "forward")
 
@@ -104,7 +108,7 @@ class RankValues:
     def _convert(self, value: Var, to: Placement, axis: str, reader: Reader) -> Var:
         if (value, to) not in self._converted:
             name = f"{value.name}.{'full' if to is None else 'shard'}"
-            site = self._site(reader, Provenance("update", (value.name,), axis))
+            site = self.site(reader, Provenance("update", (value.name,), axis))
             eqns, self._converted[value, to] = redistribute(value, to, site, name)
             self.eqns.extend(eqns)
         return self._converted[value, to]
@@ -113,16 +117,18 @@ class RankValues:
         """The whole value on every rank, gathered at its first use; at stage 3, at its first use in each phase."""
         if v in self.without_layout:
             return self.without_layout[v]
-        phase = self._phase if self.options.stage == 3 else None
-        by_phase = self._gathered.setdefault(v, {})
+        phase = self._phase if self.graph.zero_stage == 3 else None
+        # Two values may have the same shards, which are gathered once.
+        by_phase = self._gathered.setdefault(self.with_layout.get(v, v), {})
         if phase not in by_phase and v in self._deferred:
             self._compute_deferred(self._deferred[v], phase, reader, is_first=not by_phase)
         elif phase not in by_phase:
             shards = self.with_layout[v]
-            regather = self.options.reshard if by_phase else None
-            provenance = Provenance("param", (v.name,), shards.layout[0].axis, regather)
-            site = self._site(reader, provenance)
-            eqns, by_phase[phase] = redistribute(shards, None, site, f"{v.name}.full")
+            path = self.paths.get(v, v.name)
+            regather = self.graph.hints.regather if by_phase else None
+            provenance = Provenance("param", (path,), shards.layout[0].axis, regather)
+            site = self.site(reader, provenance)
+            eqns, by_phase[phase] = redistribute(shards, None, site, f"{path}.full")
             self.eqns.extend(eqns)
         return by_phase[phase]
 
@@ -145,7 +151,7 @@ class RankValues:
         """Compute a view or a cast of a gathered value for a reader. Only the first computation keeps its names."""
         outs = deferred.outs
         if not is_first:
-            outs = tuple(None if out is None else self._renamed(out) for out in outs)
+            outs = tuple(None if out is None else self.renamed(out) for out in outs)
         local = deferred.with_inputs(
             lambda v: self.whole_value(v, reader), outs=outs, region=reader.region
         )
@@ -153,7 +159,8 @@ class RankValues:
             self._gathered.setdefault(plain, {})[phase] = out
         self.eqns.append(local)
 
-    def _renamed(self, v: Var) -> Var:
+    def renamed(self, v: Var) -> Var:
+        """A value like `v` with a new name."""
         return dataclasses.replace(v, name=self.names.fresh(v.name))
 
     # ---- reductions
@@ -177,7 +184,7 @@ class RankValues:
         """
         # A complex gradient is sent in its own dtype: a cast to a real dtype would lose its imaginary part.
         is_real_grad = role == "grad" and not x.dtype.is_complex
-        dtype = self.options.reduce_dtype if is_real_grad else None
+        dtype = self.reduce_dtype if is_real_grad else None
         ordered_axes = list(axes)
         cut: Split | None = None
         if to is not None and to.axis in ordered_axes:
@@ -189,7 +196,7 @@ class RankValues:
         for axis in ordered_axes:
             split = to if to is not None and axis == to.axis else None
             name = out.name if axis == ordered_axes[-1] else f"{out.name}.{axis}"
-            site = self._site(reader, Provenance(role, (path,), axis), fixed_name=out.name)
+            site = self.site(reader, Provenance(role, (path,), axis), fixed_name=out.name)
             eqns, value = reduced(value, op, split, site, name, dtype, x.dtype)
             self.eqns.extend(eqns)
         self.bind(out, value)
@@ -203,7 +210,7 @@ class RankValues:
             x = cast.args[0]
         return self.in_layout(x, cut, reader)
 
-    def _site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
+    def site(self, reader: Reader, provenance: Provenance, fixed_name: str | None = None) -> Site:
         """The site of new equations. `fixed_name` is a name of the plain program, which their result keeps."""
 
         def fresh(name: str) -> str:

@@ -121,7 +121,7 @@ class Walk:
         self.options = options
         self.runs_whole = runs_whole
         self.wants_whole: set[Eqn] = set()
-        self.values = RankValues(graph, options)
+        self.values = RankValues(graph, options.reduce_dtype)
         self.axes = LeafAxes.of_program(graph, options)
         self.varying = varying(graph, self.axes.all)
         self.varying_by_leaf = varying_by_leaf(graph, self.axes.absent, self.axes.all)
