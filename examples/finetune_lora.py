@@ -61,9 +61,9 @@ def main(steps: int = 60, batch: int = 16, folder: str = "adapters") -> list[flo
         losses.append(loss.item())
         if mesh.get_rank() == 0 and (i % 10 == 0 or i == steps - 1):
             print(f"step {i:4d}   loss {losses[-1]:.4f}")
-    params = step.unshard(state)["params"]
+    zt.write_back(model, optimizer, step.unshard(state))
     if mesh.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=params)  # PeftModel.from_pretrained reads it
+        model.save_pretrained(folder)  # PeftModel.from_pretrained reads it
     return losses
 
 

@@ -151,8 +151,9 @@ def test_a_lifted_loop_takes_its_batch_by_name():
 
     step, state = zt.lift(loop_step, model, optimizer)
     run = zt.Step(step)
+    expected = 2 * (model(X) - 1).square().mean()
     _, loss = run(run.shard(state), batch, scale=2.0)
-    assert torch.equal(loss, 2 * (model(X) - 1).square().mean())
+    assert torch.equal(loss, expected)
 
 
 def test_a_class_of_ones_own_without_fields_is_still_refused():
