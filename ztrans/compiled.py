@@ -166,7 +166,7 @@ class Compiled(Printed):
     def run(self, call: BoundCall, surroundings: Surroundings) -> tuple[Any, Any]:
         """Run the program on a call that it was compiled for, in these surroundings."""
         recording = self.lowered.recording
-        # The state of the last call need not be that of a CUDA graph which this call captures, if it fails.
+        # If this call captures a CUDA graph and then fails, the guard would be of another state than the graph.
         self.binding.guard = None
         with self._telling_refusals():
             inputs = self._inputs(call)

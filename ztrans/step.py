@@ -397,7 +397,7 @@ class Step(Generic[P, R]):
 
         Args:
             fn: of a lifted step, a function of the batch that uses the module; otherwise a function of state and batch.
-                It may compute a loss, or generate. Its output is treated as that of a step.
+                It may compute a loss, or generate. Its output is treated like the output of a step.
 
         Raises: TraceError at the first call if `fn` changes the state, as batch norms in training mode do.
 

@@ -78,7 +78,7 @@ class KnownArguments:
         self._tree = KnownTree(arguments)
         leaves = self._tree.leaves(arguments) or []
         self._kinds = list(map(type, leaves))
-        # The positions of tensors, and of those that the program gets as they are.
+        # The positions of tensors, and of the arguments that the program gets as they are.
         self._tensors: list[int] = []
         self._unchanged: set[int] = set()
         # The numbers of the last call, each with its tensor.

@@ -1,4 +1,4 @@
-"""Copies between the memory of the device and another memory, such as that of its host, as equations.
+"""Copies between the memory of the device and another memory, such as its host's, as equations.
 
     f = to_host(v)            device memory -> host memory
     f = to_host(v, over=h)    the same, into the storage of `h`, which nothing reads afterwards

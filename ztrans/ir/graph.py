@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # `rules` imports this module, because rules take equations
     from .rules import Rules
 
 Region = Literal["forward", "backward", "update"]
-# The memories in which values are; those other than the device's are tiers of `planning.cluster`.
+# The memories that hold values; all but the device are tiers of `planning.cluster`.
 MemoryKind = Literal["device", "host"]
 # The use of a collective or a copy; `report/palette.py` has a colour for each.
 Role = Literal["param", "grad", "pmean", "state", "output", "update", "offload"]
@@ -350,12 +350,12 @@ class Graph:
 
     @property
     def arguments(self) -> tuple[Var, ...]:
-        """The inputs besides the state and the carried futures: the batch, and numbers."""
+        """The inputs after the state and before the carried futures: the batch, and numbers."""
         return self.inputs[self.num_state : len(self.inputs) - self.carried]
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The outputs besides the state and the carried futures."""
+        """The outputs after the state and before the carried futures."""
         return self.outputs[self.num_state : len(self.outputs) - self.carried]
 
     @property

@@ -404,8 +404,8 @@ def _steps_checked(
     """Raise an error if the loop steps another optimizer, or computes gradients that no optimizer uses.
 
     An optimizer need not step in every program: a policy may be updated in every second call, as a bool says. But
-    unless gradients `are_carried`, those that it does not use must be reset in the loop step, because a later call,
-    which may step it, would start without them.
+    unless gradients `are_carried`, the loop step must reset what it does not use: a later call that steps it would
+    start without these gradients.
 
     While one of them steps, also in a hook of backward, the mode `numbers` is active.
     """

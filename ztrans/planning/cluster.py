@@ -112,7 +112,7 @@ HOST_LINKS = {
 
 @dataclass(frozen=True)
 class MemoryTier:
-    """A memory beside that of the device, in which values wait.
+    """A memory beside the device, where values wait.
 
     Attributes:
         capacity: the bytes that each device may use there.
@@ -154,7 +154,7 @@ class Cluster:
 
     @property
     def tiers(self) -> dict[MemoryKind, MemoryTier]:
-        """The memories beside that of the device.
+        """The memories beside the device.
 
         >>> cluster("h100").tiers["host"].link.name
         'pcie5'

@@ -115,7 +115,7 @@ def _keep_parts(s: Skeleton) -> Iterator[ProgramLever]:
             )
 
 
-# Where several levers drop the same gather, a search replaces those of the last kinds by those of the first.
+# Where several levers drop the same gather, a search replaces a lever of a later kind by one of an earlier kind.
 _KINDS: tuple[Callable[[Skeleton], Iterator[ProgramLever]], ...] = (_keep_whole, _keep_parts)
 
 
@@ -136,7 +136,7 @@ def pulled_levers(s: Skeleton, indices: Iterable[int]) -> list[ProgramLever]:
 
 @cached_on_graph
 def all_gathers(s: Skeleton) -> tuple[Collective, ...]:
-    """All gathers that a plan may send: those of the program, then those that only levers send."""
+    """All gathers that a plan may send: first the gathers of the program, then the gathers of levers."""
     in_order = sorted(program_levers(s), key=lambda lever: lever.drops)
     return (*s.gathers, *chain.from_iterable(lever.sends for lever in in_order))
 

@@ -1,7 +1,7 @@
 """A step on one screen: how long it takes and what binds it, how much of the device it uses, its memory, its messages.
 
-The figures are those of the timeline, of `cost` and of `memory`. Beside simulated ones stand measured ones, if there is
-a profile.
+The figures come from the timeline, from `cost` and from `memory`. With a profile, the measured time stands beside the
+simulated one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Summary:
         written_seconds: the seconds of the FLOPs of one rank, as the step is written, at the peak rates of the device.
         run_seconds: the same with recomputation.
         timelines: the simulated step, and the measured one if there is a profile.
-        link_seconds: ((axis, link), seconds in which messages move), such as inside hosts and between them.
+        link_seconds: ((axis, link), seconds that its messages take), such as inside hosts and between them.
         memory: the bytes that are live on the device.
         cost: what one rank computes and receives.
     """

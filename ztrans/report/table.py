@@ -56,7 +56,7 @@ def table(timeline: Timeline) -> str:
 
 
 def _memory_rows(timeline: Timeline) -> list[list[str]]:
-    """The peak of each memory; that of the device with its time and its share of the limit."""
+    """The peak of each memory; for the device also its time and its share of the limit."""
     share = ""
     note = f"at {format_seconds(timeline.peak_time)}"
     if timeline.limit:

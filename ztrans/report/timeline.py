@@ -59,7 +59,7 @@ class Timeline(_Drawable):
     Attributes:
         memory: the live bytes of the device.
         bound: the lower bound in seconds, and its cause, if they are known.
-        other_memories: the live bytes of each other memory, such as that of the host, where values are moved to.
+        other_memories: the live bytes of each other memory, such as the host, where values are moved to.
         limit: the most bytes that may be live on the device, if there is a limit.
     """
 

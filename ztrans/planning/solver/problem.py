@@ -230,7 +230,7 @@ class Problem:
         seconds: by operation, its seconds. An operation whose compute is one of the `updates` takes none.
         live: by operation, the bytes that are live in every schedule.
         matmul: by operation, the number of its matrix products, and of operations that take as long as one.
-        gathers: in order of use; those that only levers send come after all others.
+        gathers: in order of use; gathers that only levers send come last.
         reductions: in order of birth.
         wires: by key, how the messages travel.
         memory: the most bytes that may be live.
@@ -240,7 +240,7 @@ class Problem:
         updates: the eager updates.
         fixed_messages: the messages at places that no schedule changes.
         names: the names of the places, for errors.
-        levers: the levers that a schedule may pull, those of one kind together, the best first. A search lets the
+        levers: the levers that a schedule may pull, grouped by kind, the best first. A search lets the
             first kinds replace levers of later ones.
     """
 

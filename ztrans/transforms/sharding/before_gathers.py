@@ -86,7 +86,7 @@ class _Walk:
         values: the new program so far.
         gathered: the values of the program that are computed from the parameters of these gathers on shards.
         of_state: the other values that depend on the state alone, whole on every rank.
-        of_extremes: those that depend on a maximum or minimum of a parameter.
+        of_extremes: the equations that depend on a maximum or minimum of a parameter.
         sent: the shards that each gather sends.
     """
 
@@ -94,7 +94,7 @@ class _Walk:
         self.graph = graph
         self.gathers = gathers
         self.starts = {end: start for start, end in gathers.items()}
-        # The names of the gathers are free for those that replace them.
+        # New gathers take the names of the gathers that they replace.
         remaining = [e for e in graph.eqns if e not in gathers and e not in self.starts]
         self.values = RankValues(graph.replace(eqns=tuple(remaining)))
         self.gathered: dict[Var, Gathered] = {}
@@ -232,7 +232,7 @@ class _Walk:
             value = viewed
 
     def add_reduction(self, e: Eqn, term: Var, argument: Gathered) -> None:
-        """Add the maximum or minimum over the ranks, whose term is that of the shards of one rank."""
+        """Add the maximum or minimum over the ranks, whose term comes from the shards of one rank."""
         # The result may have dims of one element, as with `keepdim`, but the message carries a scalar.
         name = self.values.names.fresh(f"{e.out.name}.all") if e.out.shape else e.out.name
         path = argument.start.ins[0].name
