@@ -7,6 +7,7 @@ from torch import nn
 
 import ztrans as zt
 from tests.lift.test_moved_weights import batch, trained
+from tests.support.lifted import loop_of
 from tests.support.worlds import ALL
 from ztrans.tracing.errors import TraceError
 
@@ -59,17 +60,9 @@ def test_an_evaluation_of_a_pure_step_takes_its_state():
 def test_an_evaluation_refuses_to_change_the_state():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loop_step(x, y):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    lifted, state = zt.lift(loop_step, model, optimizer)
+    lifted, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     step = zt.Step.of(lifted)
-    state, _ = step(state, *batch())
+    state, _ = step(state, batch()[0])
     evaluate = step.eval(lambda x: model(x))
     with pytest.raises(TraceError) as error:
         evaluate(state, batch()[0])
@@ -80,4 +73,4 @@ def test_an_evaluation_refuses_to_change_the_state():
     model.eval()
     assert evaluate(state, batch()[0]).shape == (8, 4)
     model.train()
-    step(state, *batch())
+    step(state, batch()[0])

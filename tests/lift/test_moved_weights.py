@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.worlds import ALL
 from ztrans.lift.moved_weights import WeightsInState
 
@@ -49,6 +50,9 @@ USES = {
     "save": lambda model: torch.save(model, io.BytesIO()),
     "pickle": pickle.dumps,
     "copy": copy.deepcopy,
+    "load": lambda model: model.load_state_dict(
+        {name: p.detach() for name, p in model.named_parameters()}
+    ),
 }
 
 
@@ -102,6 +106,19 @@ def test_a_module_is_whole_after_write_back_until_the_next_step(mesh):
         model.state_dict()
 
 
+def test_a_write_back_that_fails_leaves_the_module_refused(mesh):
+    """It has given the module memory, but not all values."""
+    model, optimizer, lifted, state = trained()
+    step = zt.shard_params(mesh)(lifted)
+    state = step.shard(state)
+    with pytest.raises(TypeError, match="the state has the parts of this rank"):
+        zt.write_back(model, optimizer, state)
+    with pytest.raises(WeightsInState):
+        model(batch()[0])
+    zt.write_back(model, optimizer, step.unshard(state))
+    assert torch.equal(model[0].weight, state["params"]["0.weight"].full_tensor())
+
+
 def live_bytes():
     gc.collect()
     storages = {}
@@ -116,15 +133,7 @@ def test_after_shard_only_the_parts_are_live(mesh):
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     optimizer = torch.optim.Adam(model.parameters())
-
-    def loop_step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    lifted, state = zt.lift(loop_step, model, optimizer)
+    lifted, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     step = zt.shard_params(mesh)(lifted)
     state = step.shard(state)
     parts = 3 * 4 * 256 * 256 * 4
@@ -137,22 +146,14 @@ def test_a_module_that_is_lifted_again_takes_the_states_of_the_first_step(mesh):
     model, optimizer, lifted, state = trained()
     step = zt.shard_params(mesh)(lifted)
     state = step.shard(state)
-
-    def loop_step(x, y):
-        optimizer.zero_grad()
-        loss = F.l1_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    second, second_state = zt.lift(loop_step, model, optimizer)
+    second, second_state = zt.lift(loop_of(model, optimizer), model, optimizer)
     assert all(x.is_meta for x in second_state["params"].values())
     second = zt.shard_params(mesh)(second)
     state, first_loss = step(state, *batch())
-    state, second_loss = second(state, *batch())
+    state, second_loss = second(state, batch()[0])
     assert first_loss.isfinite() and second_loss.isfinite()
     with pytest.raises(ValueError, match="nobody has written to"):
-        second(second.shard(second_state), *batch())
+        second(second.shard(second_state), batch()[0])
 
 
 def test_a_lifted_function_that_trains_nothing_leaves_the_weights_in_the_module():

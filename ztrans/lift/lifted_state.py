@@ -20,7 +20,7 @@ from ..calling.host_memory import let_copies_end
 from ..calling.meta_leaves import ValuesOfMeta
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace
-from .moved_weights import has_moved, is_without_memory, move_back
+from .moved_weights import has_moved, is_without_memory, moving_back
 from .optimizer_state import (
     Entries,
     copied,
@@ -88,8 +88,7 @@ def write_back(
     """
     check_lifted_from(state, model, scaler)
     let_copies_end()
-    move_back(model)
-    with torch.no_grad():
+    with moving_back(model), torch.no_grad():
         for name, p in model.named_parameters():
             _write(p, state["params"][name])
         _write_buffers(model, state.get("buffers", {}))

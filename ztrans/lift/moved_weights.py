@@ -3,14 +3,15 @@
 `lift` returns a state that shares the memory of the module. A step writes to its state, and the module would silently
 keep old weights, and their memory. So `Step.shard`, or else the first call of a step that trains, moves them: each
 parameter and each moment of an optimizer gives up its memory, and is one NaN that is expanded to its shape. Parameters
-stay the same objects, because optimizers, hooks and the user's code refer to them. Whoever then runs, saves or copies
-the module gets an error that says what to write. `write_back` gives module and optimizers their values again.
+stay the same objects, because optimizers, hooks and the user's code refer to them. Whoever then runs, saves, copies or
+loads the module gets an error that says what to write. `write_back` gives module and optimizers their values again.
 
 Buffers keep their memory: most are small, and a trace may read their values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -55,12 +56,19 @@ def move_to_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     _modules[model] = list(_refusals(model))
 
 
-def move_back(model: nn.Module) -> None:
-    """Give the parameters of a module memory for their values, and allow every use again."""
+@contextlib.contextmanager
+def moving_back(model: nn.Module) -> Iterator[None]:
+    """Give the parameters of a module memory for their values, and allow every use after the context.
+
+    If the context fails, the module may have some values only, so uses of it stay refused.
+    """
     for p in model.parameters():
-        strides = _params.pop(p, None)
+        strides = _params.get(p)
         if strides is not None and is_without_memory(p):
             p.data = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device)
+    yield
+    for p in model.parameters():
+        _params.pop(p, None)
     for hook in _modules.pop(model, ()):
         hook.remove()
 
@@ -118,3 +126,4 @@ def _refusals(model: nn.Module) -> Iterator[RemovableHandle]:
         if next(module.parameters(recurse=False), None) is not None:
             yield module.register_forward_pre_hook(refusal)
             yield module.register_state_dict_pre_hook(refusal)
+            yield module.register_load_state_dict_pre_hook(refusal)

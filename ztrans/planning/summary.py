@@ -156,7 +156,7 @@ def summarize(
 
 def _items(written: Graph) -> tuple[int, bool]:
     """The tokens of the batch, or its rows; and whether they are tokens."""
-    batch = [v for v in written.inputs[written.num_state :] if v.shape]
+    batch = [v for v in written.arguments if v.shape]
     tokens = [v for v in batch if v.dtype in (torch.int64, torch.int32) and len(v.shape) > 1]
     if tokens:
         return max(math.prod(v.shape) for v in tokens), True
