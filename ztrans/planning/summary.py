@@ -69,7 +69,8 @@ class Summary:
 
     def __str__(self) -> str:
         simulated = self.timelines[0]
-        title = f"{self.name} on {self.ranks} ranks, {self.cluster.device.name}"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        title = f"{self.name} on {ranks}, {self.cluster.device.name}"
         rows = []
         if len(self.timelines) > 1:
             rows.append(["", "simulated", "measured", ""])
