@@ -10,8 +10,9 @@ from .planning.plan import Plan
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
 from .report.timeline import Timeline
+from .runtime.checkpoints.extras import GlobalRng
 from .runtime.checkpoints.load import load
-from .runtime.checkpoints.save import save
+from .runtime.checkpoints.save import last_checkpoint, save
 from .runtime.mesh import make_mesh
 from .runtime.stop import request_stop, stop_on
 from .step import Step
@@ -29,10 +30,10 @@ from .transforms.sharding.registered_rules import sharding_rule
 __version__ = "0.1.0"
 
 __all__ = [
-    "AbstractMesh", "Cluster", "Device", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
+    "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
-    "ir", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch", "psum", "remat",
-    "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing", "write_back",
+    "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch",
+    "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing", "write_back",
 ]  # fmt: skip
 
 

@@ -5,8 +5,10 @@ Once its files have been checked, the previous checkpoint is renamed to `x.ztran
 and the old folder is deleted. So a folder called `x` is always complete. If the process is killed between the two
 renames, `x` is missing, and the old folder is the complete checkpoint.
 
-The file `ztrans.json` shows that a save made the folder, and holds a checksum for each record of the other files.
-Only folders with such a name and this file are ever deleted.
+The file `ztrans.json` shows that a save made the folder under this name, and holds a checksum for each record of the
+other files. Only folders with such a name and this file are ever deleted, and with `keep` checkpoints of a series,
+whose names differ in the number at the end alone: `step-100`, `step-200`. A checkpoint that somebody has renamed, or
+put a file into, is not deleted.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ import io
 import json
 import os
 import re
+import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _MARKER = "ztrans.json"
 _INDEX = ".metadata"  # written by torch.distributed.checkpoint
 _CHUNK = 1 << 20  # bytes read at a time
+# What saves leave beside a checkpoint if they are killed.
+_LEFTOVER = re.compile(r"(?P<name>.+)\.ztrans-[0-9a-f]{8}\.(?P<kind>partial|old)")
 
 # By file name: the offset, length and checksum of each record. The last record ends where the file ends.
 Checksums = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -100,7 +106,7 @@ def make(folder: Path) -> None:
     for unfinished in _siblings(target, "partial"):
         delete(unfinished)
     folder.mkdir()
-    _write_marker(folder, {})
+    _write_marker(folder, target.name, {})
 
 
 def delete(folder: Path) -> None:
@@ -130,20 +136,81 @@ def replace(target: Path, folder: Path) -> None:
         old = folder.with_name(f"{folder.name.removesuffix('.partial')}.old")
         target.rename(old)  # `committed` finds it there if this process is killed now
         if not (old / _MARKER).exists():  # torch.distributed.checkpoint wrote it
-            _write_marker(old, {})
+            _write_marker(old, target.name, {})
     folder.rename(target)
     _sync(target.parent)
     for old in _siblings(target, "old"):
         delete(old)
 
 
-def write_checksums(folder: Path, checksums: Checksums) -> None:
-    """Write the checksums of a folder's files, and of its index, into its marker."""
+def numbered(name: str) -> tuple[str, int] | None:
+    """The name of a checkpoint without the number at its end, and that number; None if it has none.
+
+    >>> numbered("step-100"), numbered("best")
+    (('step-', 100), None)
+    """
+    match = re.fullmatch(r"(.*?)(\d+)", name)
+    return (match[1], int(match[2])) if match else None
+
+
+def last_of_series(parent: Path, prefix: str) -> Path | None:
+    """The complete checkpoint in a folder that has the greatest number, of those named `prefix` and a number."""
+    if not parent.is_dir():
+        return None
+    complete = []
+    for entry in parent.iterdir():
+        leftover = _LEFTOVER.fullmatch(entry.name)
+        target = parent / (leftover["name"] if leftover else entry.name)
+        place = numbered(target.name)
+        if place is not None and place[0] == prefix and committed(target) is not None:
+            complete.append((place[1], target))
+    return max(complete)[1] if complete else None
+
+
+def delete_older(target: Path, keep: int) -> None:
+    """Delete the checkpoints with lower numbers in the series of `target`, except for the last `keep - 1` of them.
+
+    Folders of saves and deletions that were killed, with lower numbers too, are deleted as well.
+    """
+    series = numbered(target.name)
+    older: list[tuple[int, Path]] = []
+    unfinished: list[Path] = []
+    for path in target.parent.iterdir():
+        leftover = _LEFTOVER.fullmatch(path.name)
+        place = numbered(leftover["name"] if leftover else path.name)
+        if series is None or place is None or place[0] != series[0] or place[1] >= series[1]:
+            continue
+        if leftover is not None and leftover["kind"] == "partial":
+            unfinished.append(path)
+        elif leftover is None and _is_as_saved(path):
+            older.append((place[1], path))
+    for _, path in sorted(older)[: max(0, len(older) - keep + 1)]:
+        # If the process is killed now, the next save deletes the folder, which has the name of an unfinished one.
+        doomed = unfinished_name(path, secrets.token_hex(4))
+        path.rename(doomed)
+        unfinished.append(doomed)
+    for path in unfinished:
+        delete(path)
+
+
+def _is_as_saved(path: Path) -> bool:
+    """Whether a folder is a complete checkpoint under the name with which `save` made it, without other files."""
+    if path.is_symlink() or not path.is_dir() or not is_checkpoint(path):
+        return False
+    try:
+        is_own_name = _read_marker(path).get("name") == path.name
+    except Damaged:
+        return False
+    return is_own_name and all(_is_written_by_save(file.name) for file in path.iterdir())
+
+
+def write_checksums(folder: Path, name: str, checksums: Checksums) -> None:
+    """Write the checksums of a folder's files, and of its index, into its marker. `name` is the checkpoint's."""
     index = index_of(folder)
     size = index.stat().st_size
     with index.open("rb") as file:
         index_checksum = checksum(file, 0, size)
-    _write_marker(folder, {**checksums, _INDEX: [(0, size, index_checksum)]})
+    _write_marker(folder, name, {**checksums, _INDEX: [(0, size, index_checksum)]})
 
 
 def read_checksums(folder: Path) -> Checksums:
@@ -151,13 +218,7 @@ def read_checksums(folder: Path) -> Checksums:
 
     Raises: Damaged if the marker, which holds them, is damaged.
     """
-    marker = folder / _MARKER
-    if not marker.exists():
-        return {}
-    body, _, body_checksum = marker.read_bytes().partition(b"\n")
-    if f"{zlib.crc32(body):08x}".encode() != body_checksum.strip():
-        raise Damaged(f"{marker} is damaged.")
-    return json.loads(body)["files"]
+    return _read_marker(folder).get("files", {})
 
 
 def checksum(file: io.BufferedReader, offset: int, length: int) -> int:
@@ -204,18 +265,36 @@ def check_file(
 
 def _siblings(target: Path, kind: str) -> list[Path]:
     """The folders that saves to `target` have left beside it, of one kind: partial or old."""
-    pattern = re.compile(rf"{re.escape(target.name)}\.ztrans-[0-9a-f]{{8}}\.{kind}")
     if not target.parent.is_dir():
         return []
-    return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
+    siblings = []
+    for path in target.parent.iterdir():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and (match["name"], match["kind"]) == (target.name, kind):
+            siblings.append(path)
+    return sorted(siblings)
 
 
 def _is_written_by_save(name: str) -> bool:
     return name in (_INDEX, _MARKER) or name.endswith(".distcp")
 
 
-def _write_marker(folder: Path, checksums: Checksums) -> None:
-    body = json.dumps({"made_by": "ztrans.save", "files": checksums}).encode()
+def _read_marker(folder: Path) -> dict[str, Any]:
+    """What the marker of a folder holds; nothing if it has no marker.
+
+    Raises: Damaged if it is damaged.
+    """
+    marker = folder / _MARKER
+    if not marker.exists():
+        return {}
+    body, _, body_checksum = marker.read_bytes().partition(b"\n")
+    if f"{zlib.crc32(body):08x}".encode() != body_checksum.strip():
+        raise Damaged(f"{marker} is damaged.")
+    return json.loads(body)
+
+
+def _write_marker(folder: Path, name: str, checksums: Checksums) -> None:
+    body = json.dumps({"made_by": "ztrans.save", "name": name, "files": checksums}).encode()
     with (folder / _MARKER).open("wb") as file:
         file.write(body + b"\n" + f"{zlib.crc32(body):08x}\n".encode())
         file.flush()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +25,19 @@ from ..agreement import Failure, agree, everywhere
 from ..session import leave_if_cut_off, rank_names, session_of
 from ..state import mesh_of_state
 from . import folder
+from .extras import is_record, record_names, restore
 from .save import is_model_file, wait_for_saves
 
 State = TypeVar("State")
 
 
-def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
+def load(
+    path: str | os.PathLike[str],
+    like: State,
+    step: Callable,
+    *,
+    extras: MutableMapping[str, Any] | None = None,
+) -> State:
     """Load a state in the layouts that `step` needs. All ranks must call it.
 
     It first waits for a save in progress. All ranks read the same checkpoint, each rank only its own parts, and verify
@@ -42,13 +49,16 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
         like: a state with the structure, shapes and dtypes to load, such as the one from `zt.lift`. It does not change.
             Its tensors may be on meta.
         step: the step that will use the state.
+        extras: what else to read, by the names under which `zt.save` has saved it. Once the state has been read,
+            objects get their values by `load_state_dict`, and all other values are replaced in this dict. What was the
+            same on all ranks loads in any world, and what differed, like every generator, on the same number of ranks.
 
     Returns: A new state, as `step.shard` returns it.
 
     Raises: FileNotFoundError if there is no complete checkpoint; ValueError if the checkpoint lacks a leaf of `like`,
         has a leaf of another shape, or values that `like` cannot hold, such as complex ones in a real leaf or 300 in an
-        int8, if a file is damaged, or if `path` is the file of an ordinary model; RuntimeError if ranks find different
-        checkpoints, or another rank cannot load its part.
+        int8, if it lacks an extra, if a file is damaged, or if `path` is the file of an ordinary model; RuntimeError if
+        ranks find different checkpoints, or another rank cannot load its part.
 
     >>> import tempfile, ztrans as zt
     >>> folder = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -68,10 +78,13 @@ def load(path: str | os.PathLike[str], like: State, step: Callable) -> State:
         shard = getattr(step, "shard", None)
         sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
         mesh = mesh_of_state(sharded)
-        checkpoint = _agreed_checkpoint(path, leaves_by_name, mesh)
+        checkpoint, names = _agreed_checkpoint(path, leaves_by_name, extras or {}, mesh)
         with _failing_together(mesh):
             parts = [_memory_for(part, leaf) for part, leaf in zip(sharded, leaves)]
-            checkpoint.fill({name: part.detach() for name, part in zip(leaves_by_name, parts)})
+            targets = {name: part.detach() for name, part in zip(leaves_by_name, parts)}
+            records = checkpoint.fill(targets, list(names.values()))
+            if extras is not None:
+                restore(extras, {name: records[record] for name, record in names.items()})
         new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
         return pytree.tree_unflatten(new_leaves, tree)
     except BaseException as error:
@@ -85,6 +98,7 @@ class _Checkpoint:
     Attributes:
         digest: a hash of the index, which differs for each save.
         kinds: the shape and dtype of each tensor, by name.
+        extras: the names of the records of extras.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,12 +108,15 @@ class _Checkpoint:
             self.digest = hashlib.sha256(index.read_bytes()).hexdigest()
             self._metadata = self._reader.read_metadata()
         self.kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.extras: set[str] = set()
         for name, entry in self._metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
+            if is_record(name):
+                self.extras.add(name)
+            elif isinstance(entry, TensorStorageMetadata):
                 self.kinds[name] = tuple(entry.size), entry.properties.dtype
 
-    def fill(self, parts: Mapping[str, torch.Tensor]) -> None:
-        """Read this rank's part of each tensor into `parts`, without communication.
+    def fill(self, parts: Mapping[str, torch.Tensor], records: Sequence[str]) -> dict[str, bytes]:
+        """Read this rank's part of each tensor into `parts`, and return some records of extras. Nothing is sent.
 
         Raises: ValueError if an integer does not fit the dtype of its part.
         """
@@ -110,16 +127,18 @@ class _Checkpoint:
             saved = self.kinds[name][1]
             if _is_integral(saved) and _is_integral(part.dtype) and saved != part.dtype:
                 as_saved[name] = torch.empty_like(part, dtype=saved)
-        self._read(as_saved)
+        read = {**as_saved, **dict.fromkeys(records)}
+        self._read(read)
         for name, part in parts.items():
             if as_saved[name] is not part:
                 _check_range(name, as_saved[name], part.dtype)
                 part.copy_(as_saved[name])
+        return {name: read[name] for name in records}
 
-    def _read(self, parts: Mapping[str, torch.Tensor]) -> None:
+    def _read(self, parts: dict[str, Any]) -> None:
         # `dcp.load` would make all ranks plan together. Here each rank is its own coordinator.
         planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner(dict(parts), self._metadata, is_coordinator=True)
+        planner.set_up_planner(parts, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
@@ -157,12 +176,19 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _agreed_checkpoint(
-    path: Path, leaves_by_name: Mapping[str, Any], mesh: DeviceMesh | None
-) -> _Checkpoint:
-    """The checkpoint at a path, after a check that it has these leaves, and that all ranks have found the same one."""
+    path: Path,
+    leaves_by_name: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+) -> tuple[_Checkpoint, dict[str, str]]:
+    """The checkpoint at a path, and the record of each extra on this rank.
+
+    It has these leaves and extras, and all ranks have found the same one.
+    """
     try:
         checkpoint = _Checkpoint(_complete_folder(path))
         _check_fits(checkpoint.kinds, path, leaves_by_name)
+        names = record_names(extras, checkpoint.extras, path, mesh)
     except Exception as error:
         if mesh is not None:
             failure = Failure("load", f"{type(error).__name__}: {error}")
@@ -171,7 +197,7 @@ def _agreed_checkpoint(
         raise
     if mesh is not None:
         agree(session_of(mesh), "load", checkpoint.digest, _different_checkpoints)
-    return checkpoint
+    return checkpoint, names
 
 
 @contextlib.contextmanager

@@ -39,12 +39,19 @@ from ..replicas import different_leaf, digest
 from ..session import rank_names, session_of
 from ..state import mesh_of_state
 from . import folder
+from .extras import records_of_rank, serialized
 
 log = logging.getLogger("ztrans")
 _saves_in_progress: list[Future[Path]] = []  # at most one
 
 
-def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    extras: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Future[Path]:
     """Save a state as a checkpoint. All ranks must call it.
 
     The call copies this rank's parts and returns, and a thread writes the copies while steps go on. All ranks write to
@@ -54,12 +61,19 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     Args:
         path: the folder of the checkpoint, or a link to it. A relative path begins at the current working folder.
         state: a pytree of DTensors, tensors and numbers, such as the state of a step.
+        extras: what else to save, by name: schedulers, with the settings of their optimizers; `zt.GlobalRng()` and
+            generators; objects with `state_dict` and `load_state_dict`; numbers, text, tensors, and containers of
+            these. Their values are taken in this call. They may differ from rank to rank.
+        keep: the number of checkpoints to keep of a series, such as step-100 and step-200. Once this one is complete,
+            those with lower numbers are deleted, but for the last `keep - 1`. Only what a save has made under its name
+            is deleted.
 
     Returns: A future. Its `result()` waits until the checkpoint is complete, and returns its absolute path. If the save
         fails, `result()` raises RuntimeError, and the logger "ztrans" logs an error at once.
 
-    Raises: ValueError if `path` has the name of a file of an ordinary model; TypeError if a leaf is neither a tensor
-        nor a number; RuntimeError if the state is half updated, if not all ranks call it with the same path, or if
+    Raises: ValueError if `path` has the name of a file of an ordinary model, or with `keep` no number at its end;
+        TypeError if a leaf is neither a tensor nor a number, or an extra has no value to save; RuntimeError if the
+        state is half updated, if not all ranks call it with the same path and the names of the same extras, or if
         copies of a leaf differ, because a checkpoint holds only one of them.
 
     >>> import tempfile, ztrans as zt
@@ -75,10 +89,13 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
             f"Write such a file yourself, on one rank: params = step.unshard(state)['params'], on all ranks, then "
             f"model.save_pretrained(folder, state_dict=params), torch.save or safetensors."
         )
+    if keep is not None:
+        _check_keep(target, keep)
     leaves_by_name = named_leaves(state)
     leaves = list(leaves_by_name.values())
     tensors = {name: _tensor(name, leaf) for name, leaf in leaves_by_name.items()}
     check_ended(leaves, "save")
+    values = serialized(extras or {})
     wait_for_saves()  # so that only one copy of the state exists at a time
     mesh = mesh_of_state(leaves)
     channel = None
@@ -87,9 +104,10 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
         steps = RECORDS.of_state(leaves).steps
         channel = _agreed_channel(target, tensors, steps, mesh)
         nonce = from_first(nonce, mesh)
-    writer = FolderWriter(target, nonce)
+    own_records = records_of_rank(extras or {}, values, mesh)
+    writer = FolderWriter(target, nonce, keep)
     try:
-        copies = writer.stage(tensors)
+        copies = writer.stage({**tensors, **own_records})
         executor = ThreadPoolExecutor(1, "ztrans-save")
         future = executor.submit(_write_folder, writer, copies, channel)
     except BaseException as error:
@@ -99,6 +117,37 @@ def save(path: str | os.PathLike[str], state: Any) -> Future[Path]:
     executor.shutdown(wait=False)
     _saves_in_progress[:] = [future]
     return future
+
+
+def last_checkpoint(path: str | os.PathLike[str]) -> Path | None:
+    """The last complete checkpoint of a series, or None: of the names that are `path` and a number, the greatest.
+
+    It first waits for a save in progress. All ranks find the same one, on a file system that they share.
+
+    >>> import tempfile, ztrans as zt
+    >>> folder = tempfile.mkdtemp()
+    >>> for i in (8, 9, 10):
+    ...     _ = zt.save(f"{folder}/step-{i}", {"w": torch.ones(2)}, keep=2).result()
+    >>> zt.last_checkpoint(f"{folder}/step-").name, sorted(os.listdir(folder))
+    ('step-10', ['step-10', 'step-9'])
+    """
+    wait_for_saves()
+    parent, prefix = os.path.split(path)
+    return folder.last_of_series(Path(parent).absolute(), prefix)
+
+
+def _check_keep(target: Path, keep: int) -> None:
+    """Raises: ValueError if `keep` is not a positive number, or the checkpoint belongs to no series."""
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ValueError(
+            f"save: keep={keep!r}; it is a number of checkpoints, at least 1, or None for all."
+        )
+    name = folder.real_path(target).name
+    if folder.numbered(name) is None:
+        raise ValueError(
+            f"save: keep={keep} with a checkpoint called {name}, which has no number at its end. `keep` deletes "
+            f"checkpoints of the same name with lower numbers.\nCount the steps in the name: f'{name}-{{step}}'."
+        )
 
 
 def wait_for_saves() -> None:
@@ -181,7 +230,7 @@ def _copied_axes(x: torch.Tensor, mesh: DeviceMesh) -> list[str]:
 
 def _write_folder(
     writer: FolderWriter,
-    copies: Mapping[str, torch.Tensor],
+    copies: Mapping[str, Any],
     channel: Channel | None,
 ) -> Path:
     """Write the copies of a state as a checkpoint, in the thread of a save. Returns its path.
@@ -224,16 +273,17 @@ class _WrittenRecord(WriteResult):
 class FolderWriter(dcp.FileSystemWriter):
     """Writes one checkpoint. Its `stage` copies a state to the CPU."""
 
-    def __init__(self, requested_path: Path, nonce: str) -> None:
+    def __init__(self, requested_path: Path, nonce: str, keep: int | None = None) -> None:
         self.requested_path = requested_path
+        self.keep = keep
         self.target = folder.real_path(requested_path)
         self.unfinished = folder.unfinished_name(self.target, nonce)
         self._has_made_folder = False
         self._own_error: BaseException | None = None
         super().__init__(self.unfinished)
 
-    def write(self, copies: Mapping[str, torch.Tensor], channel: Channel | None) -> None:
-        """Write the copies of a state. All ranks of the channel must call it, or `fail_on_all_ranks`."""
+    def write(self, copies: Mapping[str, Any], channel: Channel | None) -> None:
+        """Write the copies of a state and the extras. All ranks of the channel must call it, or `fail_on_all_ranks`."""
         if channel is not None:
             self._write_together(dict(copies), channel)
             return
@@ -256,7 +306,7 @@ class FolderWriter(dcp.FileSystemWriter):
         except Exception as lost:
             log.warning("save: the other ranks may not know that this rank cannot write: %s", lost)
 
-    def _write_together(self, copies: dict[str, torch.Tensor], channel: Channel) -> None:
+    def _write_together(self, copies: dict[str, Any], channel: Channel) -> None:
         try:
             dcp.save(copies, storage_writer=self, process_group=channel.group)
             rank, ranks = channel.group.rank(), channel.group.size()
@@ -307,7 +357,7 @@ class FolderWriter(dcp.FileSystemWriter):
             for x in rank_results:
                 record = x.storage_data.offset, x.storage_data.length, x.checksum
                 checksums.setdefault(x.storage_data.relative_path, []).append(record)
-        folder.write_checksums(self.unfinished, checksums)
+        folder.write_checksums(self.unfinished, self.target.name, checksums)
 
     def _check_files(self, rank: int, ranks: int) -> None:
         """Check this rank's share of the files: the next rank's files, and a few more.
@@ -320,6 +370,12 @@ class FolderWriter(dcp.FileSystemWriter):
 
     def _replace(self) -> None:
         folder.replace(self.target, self.unfinished)
+        if self.keep is None:
+            return
+        try:
+            folder.delete_older(self.target, self.keep)
+        except OSError as error:  # the new checkpoint is complete
+            log.warning("save: checkpoints before %s were not deleted: %s", self.target, error)
 
     def discard(self) -> None:
         """Delete the new folder of a failed save, if this rank has made it."""
