@@ -33,7 +33,8 @@ __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
     "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch",
-    "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing", "write_back",
+    "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing",
+    "write_back",
 ]  # fmt: skip
 
 

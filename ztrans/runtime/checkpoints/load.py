@@ -127,7 +127,7 @@ class _Checkpoint:
             saved = self.kinds[name][1]
             if _is_integral(saved) and _is_integral(part.dtype) and saved != part.dtype:
                 as_saved[name] = torch.empty_like(part, dtype=saved)
-        read = {**as_saved, **dict.fromkeys(records)}
+        read: dict[str, Any] = {**as_saved, **dict.fromkeys(records)}
         self._read(read)
         for name, part in parts.items():
             if as_saved[name] is not part:
