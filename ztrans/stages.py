@@ -36,7 +36,7 @@ from .fitting import (
 )
 from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
-from .ir.interpreter import join_state, lockstep, split_state
+from .ir.interpreter import coordinates, join_state, lockstep, on_rank, replica_state
 from .ir.layout import AbstractMesh
 from .ir.printer import Printed, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
@@ -534,10 +534,11 @@ class Lowered(Printed):
         It needs no process group, so it also runs under an AbstractMesh. Nothing is updated in place.
 
         Args:
-            state: the full state.
+            state: the full state. A leaf of replicas that train apart may begin with a dim of these; otherwise all are
+                equal.
             batches: the batch arguments of each rank, as a tuple, or as a dict by name.
 
-        Returns: The full new state, and the output of each rank.
+        Returns: The full new state, where such leaves have that dim, and the output of each rank.
 
         Raises: TypeError if the step was traced for other arguments, or for other values that it reads elsewhere. The
             error names the rank and the argument. ValueError if the number of batches is not the number of ranks, or
@@ -556,12 +557,13 @@ class Lowered(Printed):
                 f"{graph.name}.lockstep: {kind} for the {size} ranks of the mesh.\n"
                 f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."
             )
-        inputs = [self._inputs_of_rank(rank, state, batch) for rank, batch in enumerate(batches)]
         num_state = graph.num_state
-        full_state = [x.contiguous() for x in inputs[0][:num_state]]
         ranks = []
-        for shards, leaves in zip(split_state(graph, full_state), inputs, strict=True):
-            ranks.append(shards + leaves[num_state:])
+        for rank, place in enumerate(coordinates(graph.mesh, graph.joint)):
+            own_state = replica_state(graph, state, place)
+            inputs = self._inputs_of_rank(rank, own_state, batches[rank])
+            leaves = [x.contiguous() for x in inputs[:num_state]]
+            ranks.append(on_rank(graph, leaves, place) + inputs[num_state:])
         # There is no step before this one, so it also runs the gathers that such a step would have started.
         if graph.carried:
             gathered = lockstep(gathers_before(graph), ranks)

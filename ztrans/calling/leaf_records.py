@@ -4,7 +4,7 @@ Each leaf has a record. It belongs to the tensor or DTensor that the caller hold
 
 | in the record | written by | read by |
 |---|---|---|
-| the mesh of its step | `shard` | `save`, `load` |
+| the mesh of its step, and its independent axes | `shard` | `save`, `load` |
 | that nobody has written to it | `shard` of a meta state | a step |
 | the steps that its state has taken | each step | the comparison of ranks, errors |
 | the failure that left its state half updated | a step that fails | a step, `shard`, `unshard`, `save` |
@@ -34,12 +34,14 @@ class Record:
 
     Attributes:
         mesh: the mesh of the step that it was sharded for; None if it was sharded for none.
+        independent: the axes of this mesh along which replicas that train apart hold values of their own.
         steps: the steps that its state has taken. Only the first tensor of a state counts them.
         failure: the failure that left its state half updated; empty if none did.
         fill_version: the version of its memory after `shard` filled it; None once somebody has written to it.
     """
 
     mesh: DeviceMesh | None = None
+    independent: tuple[str, ...] = ()
     steps: int = 0
     failure: str = ""
     fill_version: int | None = None

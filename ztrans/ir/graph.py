@@ -9,6 +9,7 @@ which part of it each rank holds:
     f32[32@dp,16]     split along dim 0 over the ranks of dp
     f32[32@dp/8,16]   split along dim 0 over each 8 neighbours of dp
     f32[]{sum@dp}     one term of a sum on each rank of dp
+    f32[4]{own@host}  a leaf of the state that has a value for each rank of host, which are replicas that train apart
     f32[4,16]         whole on every rank
     f32[4,16]!        a future: the result of a collective that has started and must still be waited for
     f32<host>[4,16]   in the memory of the host, where no operation can read it (see `copies`)
@@ -70,7 +71,10 @@ Layout = tuple[Split | Partial, ...]
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """A value of the program: its stable name, dtype, global shape, layout over the mesh, and memory."""
+    """A value of the program: its stable name, dtype, global shape, layout over the mesh, and memory.
+
+    A leaf of the state also has the axes along which each rank has its own value (see `LeafSharding.independent`).
+    """
 
     name: str
     dtype: torch.dtype
@@ -78,6 +82,7 @@ class Var:
     layout: Layout = ()
     future: bool = False
     memory: MemoryKind = "device"
+    own: tuple[str, ...] = ()
 
     @property
     def type(self) -> str:
@@ -93,6 +98,7 @@ class Var:
                 dims[p.dim] = f"{self.shape[p.dim]}@{p.axis}"
             else:
                 terms += f"{{{p.op}@{p.axis}}}"
+        terms += "".join(f"{{own@{axis}}}" for axis in self.own)
 
         dtype = DTYPES.get(self.dtype, str(self.dtype))
         memory = "" if self.memory == "device" else f"<{self.memory}>"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .ambient import refuse_inside, without_autocast
 from .axes import groups_along, with_joint_indices
@@ -114,29 +115,60 @@ def _run(
 
 def split_state(graph: Graph, state: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Every rank's part of a full flat state."""
-    ranks = []
-    for rank_coordinates in coordinates(graph.mesh, graph.joint):
-        parts = []
-        for v, leaf in zip(graph.state, state):
-            split = v.split
-            if split is not None:
-                index = rank_coordinates[split.axis]
-                leaf = cut(leaf, split, graph.axes[split.axis], index)
-            parts.append(leaf)
-        ranks.append(parts)
-    return ranks
+    return [on_rank(graph, state, place) for place in coordinates(graph.mesh, graph.joint)]
+
+
+def on_rank(
+    graph: Graph, state: Sequence[torch.Tensor], place: Mapping[str, int]
+) -> list[torch.Tensor]:
+    """The part of a full flat state on the rank at these coordinates."""
+    parts = []
+    for v, leaf in zip(graph.state, replica_state(graph, list(state), place)):
+        if v.split is not None:
+            leaf = cut(leaf, v.split, graph.axes[v.split.axis], place[v.split.axis])
+        parts.append(leaf)
+    return parts
+
+
+def replica_state(graph: Graph, state: Any, place: Mapping[str, int]) -> Any:
+    """A full state as its replica at these coordinates has it.
+
+    A leaf of replicas that train apart may begin with a dim of them. Without it they are all equal.
+    """
+    leaves, tree = pytree.tree_flatten(state)
+    own_leaves = []
+    for v, leaf in zip(graph.state, leaves):
+        if v.own and isinstance(leaf, torch.Tensor) and leaf.ndim > len(v.shape):
+            leaf = leaf[replica(graph, v, place)]
+        own_leaves.append(leaf)
+    return pytree.tree_unflatten([*own_leaves, *leaves[len(own_leaves) :]], tree)
+
+
+def replica(graph: Graph, v: Var, place: Mapping[str, int]) -> int:
+    """The replica to which a leaf of the state belongs on the rank at these coordinates."""
+    index = 0
+    for axis in v.own:
+        index = index * graph.axes[axis] + place[axis]
+    return index
 
 
 def join_state(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The full flat state, joined from the parts of all ranks: the inverse of `split_state`."""
+    """The full flat state, joined from the parts of all ranks: the inverse of `split_state`.
+
+    A leaf of replicas that train apart begins with a dim of them.
+    """
+    places = coordinates(graph.mesh, graph.joint)
     full = []
     for i, v in enumerate(graph.state):
-        leaf = ranks[0][i]
-        if v.split is not None:
-            # All groups along this axis hold the same parts, so take the first.
-            group = _groups(graph, v.split.axis)[0]
-            leaf = torch.cat([ranks[rank][i] for rank in group], v.split.dim)
-        full.append(leaf)
+        split = v.split
+        values: dict[int, torch.Tensor] = {}
+        # The groups of one replica hold the same parts, so take the first.
+        for group in _groups(graph, split.axis if split is not None else None):
+            index = replica(graph, v, places[group[0]])
+            if index not in values:
+                parts = [ranks[rank][i] for rank in group]
+                values[index] = parts[0] if split is None else torch.cat(parts, split.dim)
+        full.append(torch.stack([values[k] for k in sorted(values)]) if v.own else values[0])
     return full
 
 

@@ -71,6 +71,8 @@ class LeafSharding:
     Attributes:
         axes: the axes along which all ranks hold the same leaf, whole or in parts. Along other axes of the mesh, each
             rank holds a leaf of its own.
+        independent: the axes among these others along which the ranks are replicas that train apart. The checkpoint of
+            such a leaf has a value for each of them.
         layout: its layout over these axes. If the step itself divides the leaf over other axes, this is the layout of
             this rank's part.
         memory: the memory that holds it.
@@ -79,6 +81,7 @@ class LeafSharding:
     axes: tuple[str, ...] = ()
     layout: Layout = ()
     memory: MemoryKind = "device"
+    independent: tuple[str, ...] = ()
 
 
 def chunk(rows: int, size: int) -> int:

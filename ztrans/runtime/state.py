@@ -75,6 +75,7 @@ def shard_state(
         part = _part(_on_device(leaf), sharding, mesh, source, device)
         part = _copied_to(sharding.memory, part) if sharding.memory != "device" else part
         RECORDS.of(part).mesh = mesh
+        RECORDS.of(part).independent = sharding.independent
         # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
             mark_unwritten(part, leaf)
@@ -82,12 +83,35 @@ def shard_state(
     return pytree.tree_unflatten(parts, tree)
 
 
+def with_replicas(leaf: DTensor) -> DTensor:
+    """A leaf on the mesh of its step, in the same memory. If replicas train apart, it begins with a dim of them.
+
+    All ranks must call it. A leaf [4, 2] of the replicas of host=3 is [3, 4, 2], whose first dim is cut over `host`.
+    """
+    record = RECORDS.of(leaf)
+    if record.mesh is None or not record.independent:
+        return leaf
+    own_axes = [axis for axis, _ in mesh_axes(leaf.device_mesh)]
+    mesh = submesh(record.mesh, (*own_axes, *record.independent))
+    by_axis: dict[str, Placement] = dict.fromkeys(record.independent, Shard(0))
+    for axis, placement in zip(own_axes, leaf.placements):
+        if isinstance(placement, _StridedShard):
+            placement = _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+        elif isinstance(placement, Shard):
+            placement = Shard(placement.dim + 1)
+        by_axis[axis] = placement
+    sizes = dict(mesh_axes(mesh))
+    replicas = math.prod(sizes[axis] for axis in record.independent)
+    local = leaf._local_tensor.detach().unsqueeze(0)
+    return _dtensor(local, mesh, [by_axis[axis] for axis in sizes], (replicas, *leaf.shape))
+
+
 def unshard_state(
     state: State, mesh: DeviceMesh | AbstractMesh | None, shardings: Sequence[LeafSharding]
 ) -> State:
     """Gather a state of DTensors into full tensors, which are copies, on every rank. All ranks must call it.
 
-    `shardings` has the sharding of each leaf by transforms.
+    Of replicas that train apart, each rank gets its own. `shardings` has the sharding of each leaf by transforms.
     """
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)

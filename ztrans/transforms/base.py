@@ -303,14 +303,18 @@ def leaf_sharding(
 ) -> LeafSharding:
     """How a leaf of the state lies on the mesh with all of these transforms (see `Transform.leaf_sharding`)."""
     axes: list[str] = []
+    independent: list[str] = []
     layout: Layout = ()
     memory: MemoryKind = "device"
     for t in transforms:
         sharding = t.leaf_sharding(path, leaf, shape)
         axes += sharding.axes
+        independent += sharding.independent
         layout = layout or sharding.layout
         memory = memory if memory != "device" else sharding.memory
-    return LeafSharding(tuple(dict.fromkeys(axes)), layout, memory)
+    return LeafSharding(
+        tuple(dict.fromkeys(axes)), layout, memory, tuple(dict.fromkeys(independent))
+    )
 
 
 def sharding_of(transforms: Sequence[Transform], path: str, value: object) -> LeafSharding:
@@ -344,6 +348,7 @@ def all_axes(transforms: Iterable[Transform], shardings: Iterable[LeafSharding])
         axes += t.axes
     for sharding in shardings:
         axes += sharding.axes
+        axes += sharding.independent
     return members_of(axes)
 
 

@@ -26,6 +26,7 @@ from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.source import where
 from ..ir.user_collectives import is_user_start
 from ..ir.varying import varying
+from ..ops import EVERY_AXIS
 from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
@@ -78,8 +79,11 @@ def shard_params(
         dim: `dim(path, leaf)` is the dim along which a state leaf is cut, or None for 0, the default. It must be the
             same for a parameter and the state of its optimizer, or the update changes the layout of one of them.
         replicate_axis: a second axis over which shards are replicated and gradients all-reduced (HSDP).
-        independent_axis: an axis of the mesh, or several, along which ranks train separate models on purpose. Any other
-            axis over which a step reduces nothing causes a warning.
+        independent_axis: an axis of the mesh, or several, along which the ranks are replicas that train apart, as in
+            local SGD. Each leaf that `axis` does not spread over it has a value for each replica, and a gradient that
+            is the mean over `axis` alone. Only a `pmean` or `psum` that names the axis crosses it. Any other axis over
+            which a step reduces nothing causes a warning. `unshard` and `eval` give each rank its own replica, and
+            `zt.save` and `lockstep` have them all, as the first dim of a leaf.
         reduce_dtype: the dtype of real gradients in messages, by default their own. It changes results. Complex
             gradients are sent in their own dtype. Between hosts, sums of half-precision gradients are sent in fp32,
             unless this is half precision.
@@ -104,6 +108,14 @@ def shard_params(
         axis = _checked(mesh, "axis", axis, replicate_axis)
     if independent_axis is not None:
         independent_axis = _checked(mesh, "independent_axis", independent_axis)
+        shared = members_of(_as_tuple(() if callable(axis) else axis))
+        for name in (*shared, replicate_axis):
+            if name in _as_tuple(independent_axis):
+                raise ValueError(
+                    f"shard_params: {name!r} is an independent_axis, over which nothing is reduced, and it is also the "
+                    f"axis or the replicate_axis, over which gradients are.\nName it once. Leaves of both kinds: "
+                    f"axis=lambda path, leaf: ..."
+                )
     if stage not in (0, 1, 2, 3, "auto"):
         raise ValueError(
             f"shard_params: stage={stage!r}; ZeRO stages are 0, 1, 2 and 3, or 'auto'."
@@ -203,14 +215,19 @@ class ShardParams(Transform):
         if callable(self.axis):
             axis, option = self.axis(path, leaf), f"axis({path!r}, leaf)"
             axes = self._with_replicas(_checked(self.mesh, option, axis, self.replicate_axis))
+        independent = []
+        for name in _as_tuple(self.independent_axis or ()):
+            if name not in members_of(axes):
+                independent.append(name)
+        whole = LeafSharding(axes, independent=tuple(independent))
         is_replicated = self.where is not None and not self.where(path, leaf)
         if self.stage == 0 or not shape or is_replicated:
-            return LeafSharding(axes)
+            return whole
         dim = self._dim(path, leaf)
         main_axis = axes[0]  # a second one is the axis of replicas
         if not is_worth_splitting(shape[dim], self._ranks(main_axis)):
-            return LeafSharding(axes)
-        return LeafSharding(axes, (Split(main_axis, dim),))
+            return whole
+        return dataclasses.replace(whole, layout=(Split(main_axis, dim),))
 
     def _ranks(self, axis: str) -> int:
         """The number of ranks of an axis or a joint axis."""
@@ -239,6 +256,10 @@ class ShardParams(Transform):
             )
         axes = LeafAxes.of_program(graph, self)
         self._check_neighbours(axes)
+        if axes.independent:
+            graph = _reducing_over(
+                graph, joint_axis(axes.joined, [name for name, _ in mesh_axes(self.mesh)])
+            )
         joint = tuple(dict.fromkeys((*graph.joint, *axes.joint)))
         plain = graph.replace(mesh=mesh_axes(self.mesh), zero_stage=self.stage, joint=joint)
         plain = plain.with_hints(regather=self.reshard)
@@ -246,7 +267,7 @@ class ShardParams(Transform):
         if self.stage <= 1:
             plain = reduce_once(plain)
         self._warn_of_unreduced_axes(plain, axes)
-        _warn_of_psum_quotients(plain, axes.all)
+        _warn_of_psum_quotients(plain, axes.joined)
         return dce(shard_program(plain, self))
 
     def _check_neighbours(self, axes: LeafAxes) -> None:
@@ -264,7 +285,6 @@ class ShardParams(Transform):
     def _warn_of_unreduced_axes(self, graph: Graph, axes: LeafAxes) -> None:
         """Warn of an axis of the mesh over which nothing is reduced: the ranks along it train separate models."""
         unreduced = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
-        unreduced -= {*members_of(_as_tuple(self.independent_axis or ()))}
         for e in graph.eqns:
             axis = rules(e).axis(e) if is_user_start(e) else None  # of tensor or expert parallelism
             if axis is None:
@@ -284,6 +304,16 @@ class ShardParams(Transform):
                 f"axis=(...). If several models are meant: independent_axis={min(unreduced)!r}.",
                 stacklevel=2,
             )
+
+
+def _reducing_over(graph: Graph, axis: str) -> Graph:
+    """A plain program whose reductions without an axis have this one."""
+    eqns = []
+    for e in graph.eqns:
+        if e.op in REDUCTIONS and e.args[1] == EVERY_AXIS:
+            e = e.replace(args=(e.args[0], axis))
+        eqns.append(e)
+    return graph.replace(eqns=tuple(eqns))
 
 
 def _as_tuple(axis: Axis) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from ...ir.layout import as_tensor
 from ...ir.printer import first_names
 from ..agreement import Failure, agree, everywhere
 from ..session import leave_if_cut_off, rank_names, session_of
-from ..state import mesh_of_state
+from ..state import mesh_of_state, with_replicas
 from . import folder
 from .extras import is_record, record_names, restore
 from .save import is_model_file, wait_for_saves
@@ -42,7 +42,8 @@ def load(
 
     It first waits for a save in progress. All ranks read the same checkpoint, each rank only its own parts, and verify
     the checksums that `zt.save` stored. The number of ranks, the mesh, the axis and the stage may have changed since
-    the save. Values are converted to the dtypes of `like`. Leaves that `like` does not have are not read.
+    the save. Values are converted to the dtypes of `like`. Leaves that `like` does not have are not read. Replicas that
+    train apart (`independent_axis`) load from as many replicas, or all of them from a leaf that has none.
 
     Args:
         path: a checkpoint of `zt.save` or `torch.distributed.checkpoint`.
@@ -78,10 +79,20 @@ def load(
         shard = getattr(step, "shard", None)
         sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
         mesh = mesh_of_state(sharded)
-        checkpoint, names = _agreed_checkpoint(path, leaves_by_name, extras or {}, mesh)
+        # Collective, so before anything that one rank alone may raise.
+        stacked = [with_replicas(x) if isinstance(x, DTensor) else x for x in sharded]
+        replicas = {
+            name: x.shape[0]
+            for name, x, part in zip(leaves_by_name, stacked, sharded)
+            if x is not part
+        }
+        checkpoint, names = _agreed_checkpoint(path, leaves_by_name, replicas, extras or {}, mesh)
         with _failing_together(mesh):
             parts = [_memory_for(part, leaf) for part, leaf in zip(sharded, leaves)]
-            targets = {name: part.detach() for name, part in zip(leaves_by_name, parts)}
+            targets = {}
+            for name, part, whole in zip(leaves_by_name, parts, stacked):
+                has_replicas = name in replicas and checkpoint.kinds[name][0] == whole.shape
+                targets[name] = (whole if has_replicas else part).detach()
             records = checkpoint.fill(targets, list(names.values()))
             if extras is not None:
                 restore(extras, {name: records[record] for name, record in names.items()})
@@ -178,6 +189,7 @@ class _Reader(dcp.FileSystemReader):
 def _agreed_checkpoint(
     path: Path,
     leaves_by_name: Mapping[str, Any],
+    replicas: Mapping[str, int],
     extras: Mapping[str, Any],
     mesh: DeviceMesh | None,
 ) -> tuple[_Checkpoint, dict[str, str]]:
@@ -187,7 +199,7 @@ def _agreed_checkpoint(
     """
     try:
         checkpoint = _Checkpoint(_complete_folder(path))
-        _check_fits(checkpoint.kinds, path, leaves_by_name)
+        _check_fits(checkpoint.kinds, path, leaves_by_name, replicas)
         names = record_names(extras, checkpoint.extras, path, mesh)
     except Exception as error:
         if mesh is not None:
@@ -274,8 +286,12 @@ def _check_fits(
     kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     path: Path,
     leaves_by_name: Mapping[str, Any],
+    replicas: Mapping[str, int],
 ) -> None:
-    """Raises: ValueError if leaves are missing, have another shape, or a dtype that cannot hold the saved values."""
+    """Check that a checkpoint has these leaves. `replicas` has the number of replicas of leaves that train apart.
+
+    Raises: ValueError if leaves are missing, have another shape, or a dtype that cannot hold the saved values.
+    """
     missing = [name for name in leaves_by_name if name not in kinds]
     if missing:
         raise ValueError(
@@ -286,10 +302,17 @@ def _check_fits(
     for name, leaf in leaves_by_name.items():
         saved_shape, saved_dtype = kinds[name]
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
-        if saved_shape != shape:
+        fitting = [shape, (replicas[name], *shape)] if name in replicas else [shape]
+        if saved_shape not in fitting:
+            advice = "Build the model with the sizes that it was saved with."
+            if saved_shape[1:] == shape:
+                advice = (
+                    f"If these are {saved_shape[0]} replicas that train apart (independent_axis), load them on a mesh "
+                    f"with as many, and average them there before you save: zt.pmean(p, axis) in a step without "
+                    f"independent_axis."
+                )
             raise ValueError(
-                f"load: {name} has shape {list(saved_shape)} in {path}, and {list(shape)} in the state.\n"
-                f"Build the model with the sizes that it was saved with."
+                f"load: {name} has shape {list(saved_shape)} in {path}, and {list(fitting[-1])} in the state.\n{advice}"
             )
         dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else as_tensor(leaf).dtype
         if not torch.can_cast(saved_dtype, dtype):

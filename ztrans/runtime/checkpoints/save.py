@@ -37,7 +37,7 @@ from ..channels import Channel
 from ..failure import check_ended
 from ..replicas import different_leaf, digest
 from ..session import rank_names, session_of
-from ..state import mesh_of_state
+from ..state import mesh_of_state, with_replicas
 from . import folder
 from .extras import records_of_rank, serialized
 
@@ -56,7 +56,8 @@ def save(
 
     The call copies this rank's parts and returns, and a thread writes the copies while steps go on. All ranks write to
     one new folder, on a file system that they must share, and check its files. The complete folder takes the name
-    `path`, and a checkpoint that had this name is deleted. A save first waits for the previous one.
+    `path`, and a checkpoint that had this name is deleted. A save first waits for the previous one. A leaf of replicas
+    that train apart (`independent_axis`) is saved with a first dim of these.
 
     Args:
         path: the folder of the checkpoint, or a link to it. A relative path begins at the current working folder.
@@ -162,7 +163,8 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
     """
     if not isinstance(leaf, torch.Tensor | Real) or isinstance(leaf, bool):
         raise TypeError(f"save: state {name} is {leaf!r}; a state holds tensors and numbers.")
-    tensor = as_tensor(leaf).detach()
+    tensor = with_replicas(leaf) if isinstance(leaf, DTensor) else as_tensor(leaf)
+    tensor = tensor.detach()
     # In torch 2.13, FolderWriter.stage does not copy a DTensor without dims. It is whole on every rank.
     return tensor.to_local() if isinstance(tensor, DTensor) and not tensor.ndim else tensor
 
@@ -196,7 +198,8 @@ def _agreed_channel(
         position, first, rank = different
         return (
             f"  {list(tensors)[position]} has other values on rank {rank} than on rank {first}, although the layout "
-            f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
+            f"says that they have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor. "
+            f"If they are replicas that train apart, say so: shard_params(independent_axis=...)."
         )
 
     session = session_of(mesh)

@@ -2,6 +2,9 @@
 
 Most leaves have the same axes. The experts of an expert-parallel model do not: each rank of `ep` holds other experts.
 So their gradients are reduced over `dp` alone, and all other gradients over the joint axis `dp*ep`.
+
+The leaves of replicas that train apart lack the axis of the replicas too. Experts are parts of one model, whose loss is
+a mean over all ranks. Replicas are several models, each with a loss of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ class LeafAxes:
         main: the axis over which most leaves are sharded.
         by_leaf: the axes of each leaf, including joint ones; the leaf is sharded over the first.
         absent: the axes of `all` that a leaf does not have. Each rank along them holds another leaf.
+        independent: the axes of `all` along which some leaves belong to replicas that train apart.
     """
 
     all: tuple[str, ...]
     main: str
     by_leaf: Mapping[Var, tuple[str, ...]]
     absent: Mapping[Var, frozenset[str]]
+    independent: frozenset[str]
 
     @staticmethod
     def of_program(graph: Graph, options: ShardParams) -> LeafAxes:
@@ -42,12 +47,19 @@ class LeafAxes:
         by_leaf = {v: sharding.axes for v, sharding in shardings.items()}
         every_axis = all_axes([options], shardings.values())
         absent = {}
-        for v, axes in by_leaf.items():
-            absent[v] = frozenset(every_axis) - {*members_of(axes)}
+        independent: set[str] = set()
+        for v, sharding in shardings.items():
+            absent[v] = frozenset(every_axis) - {*members_of(sharding.axes)}
+            independent.update(sharding.independent)
         # A state without leaves still has the axes that do not depend on leaves.
         sharded_axes = [axes[0] for axes in by_leaf.values()] or [*options.axes, ""]
         main = max(dict.fromkeys(sharded_axes), key=sharded_axes.count)
-        return LeafAxes(every_axis, main, by_leaf, absent)
+        return LeafAxes(every_axis, main, by_leaf, absent, frozenset(independent))
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """The axes over which the ranks train one model: all but those of replicas that train apart."""
+        return tuple(axis for axis in self.all if axis not in self.independent)
 
     @functools.cached_property
     def joint(self) -> tuple[str, ...]:

@@ -155,7 +155,8 @@ class Walk:
         for v, sharding in program_shardings(self.graph, [self.options]).items():
             # The only rank of an axis has the whole value.
             layout = tuple(p for p in sharding.layout if self.graph.axes[p.axis] > 1)
-            leaves.append(dataclasses.replace(v, layout=layout))
+            own = tuple(axis for axis in sharding.independent if self.graph.axes[axis] > 1)
+            leaves.append(dataclasses.replace(v, layout=layout, own=own))
         return leaves
 
     def layout_of(self, v: Var) -> Layout:
@@ -275,7 +276,7 @@ class Walk:
 
         The gradient of a leaf that differs over an axis, such as the experts of a rank, already has the terms of all
         ranks of that axis: collectives of backward bring them. The loss is a mean over that axis too, so the gradient
-        is divided by the number of these ranks, but not reduced over them.
+        is divided by the number of these ranks, but not reduced over them. Replicas that train apart have a loss each.
         """
         gradient, value = eqn.args
         over_batch = self.varying.get(gradient, INVARIANT) - self.varying.get(value, INVARIANT)
@@ -284,7 +285,8 @@ class Walk:
             return
         over_leaves = self.varying_by_leaf.get(value, INVARIANT)
         axes = self.axes.cover(over_batch - over_leaves, value)
-        summed_ranks = math.prod(self.graph.axes[axis] for axis in over_batch & over_leaves)
+        summed_axes = (over_batch & over_leaves) - self.axes.independent
+        summed_ranks = math.prod(self.graph.axes[axis] for axis in summed_axes)
         # The reduction gives the mean over `axes`. Over axes whose ranks hold other leaves it is still a sum, and is
         # divided below.
         reduced = eqn.out
@@ -412,13 +414,15 @@ class Walk:
         if out in self.varying:
             subject = "a value that depends on the batch"
             raise self.unreduced(self.entry(maker), subject, plain)
-        raise self.unreduced(maker, "a value of leaves that differ", plain)
+        axis = min(self.varies_over(out) - absent)
+        raise self.unreduced(maker, "a value of leaves that differ", plain, axis)
 
     def output(self, out: Any) -> Any:
         if not isinstance(out, Var):
             return out
-        if self.varies_over(out) and self.options.outputs == "mean" and not out.shape:
-            return self.averaged(out, None, "output", "output")
+        apart = self.axes.independent
+        if self.varies_over(out) - apart and self.options.outputs == "mean" and not out.shape:
+            return self.averaged(out, None, "output", "output", apart)
         # Other values that vary are not averaged: two ranks have different samples of the batch.
         return self.values.in_layout(out, None, self.end(out))
 
@@ -477,12 +481,14 @@ class Walk:
             eqn = earlier
         return eqn
 
-    def unreduced(self, eqn: Eqn | None, subject: str, leaf: Var | None = None) -> ValueError:
+    def unreduced(
+        self, eqn: Eqn | None, subject: str, leaf: Var | None = None, axis: str = ""
+    ) -> ValueError:
         reaches = f"reaches state {leaf.name}: {leaf.type}" if leaf else "reaches the update"
         return ValueError(
             f"shard_params: {subject} {reaches} without having been reduced, so each rank would keep another state.\n"
             f"  at {where(eqn.source if eqn else None, 'the step arguments')}\n"
-            f"Reduce it over the axis: zt.pmean(x, {self.axes.main!r}) for a mean, zt.psum for a sum. "
+            f"Reduce it over the axis: zt.pmean(x, {axis or self.axes.main!r}) for a mean, zt.psum for a sum. "
             f"Gradients from torch.autograd.grad, torch.func.grad and .backward() are reduced for you; "
             f"those made under vmap are not."
         )
