@@ -557,9 +557,9 @@ class Step(Generic[P, R]):
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
-        The result is a copy, which later steps do not change. Along an `independent_axis` each rank gets the values of its
-        own replica, from which `shard` makes the same state. PyTorch's own process groups gather the leaves: if a rank
-        is interrupted meanwhile, the others wait until its process ends or the groups time out.
+        The result is a copy, which later steps do not change. Along an `independent_axis` each rank gets the values of
+        its own replica, from which `shard` makes the same state. PyTorch's own process groups gather the leaves: if a
+        rank is interrupted meanwhile, the others wait until its process ends or the groups time out.
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """

@@ -307,9 +307,8 @@ def _check_fits(
             advice = "Build the model with the sizes that it was saved with."
             if saved_shape[1:] == shape:
                 advice = (
-                    f"If these are {saved_shape[0]} replicas that train apart (independent_axis), load them on a mesh "
-                    f"with as many, and average them there before you save: zt.pmean(p, axis) in a step without "
-                    f"independent_axis."
+                    f"If these are {saved_shape[0]} replicas that train apart (independent_axis), load them into a "
+                    f"step with as many, average them there by zt.pmean(p, axis), and take one: step.unshard(state)."
                 )
             raise ValueError(
                 f"load: {name} has shape {list(saved_shape)} in {path}, and {list(fitting[-1])} in the state.\n{advice}"
