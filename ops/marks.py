@@ -2,15 +2,15 @@
 
     gradient(g, p)   marks `g` as the gradient for `p`, a tensor of the same shape.  ->  g
     pmean(x, axis)   asks for the mean of `x` over a mesh axis; "*" means all axes of the sharding.  ->  a tensor like x
-    psum(x, axis)    asks for the sum
+    psum(x, axis)    asks for the sum, pmax(x, axis) for the maximum, pmin(x, axis) for the minimum
 
 With `gradient` no transform has to guess which values are gradients. The derivative of the mark marks the cotangent: a
 transform that averages `g` over ranks must average the cotangent too, because averaging is its own transpose. Under
 `vmap` the mark vanishes, because the user reduces per-sample gradients.
 
-In a plain program, which has no axes, `pmean` and `psum` are the identity. A transform that knows the axis replaces
-them by a reduction. Each is its own transpose: the loss is averaged over the axis, so a cotangent that differs from
-rank to rank is reduced in the same way.
+In a plain program, which has no axes, these are the identity. A transform that knows the axis replaces them by a
+reduction. `pmean` and `psum` are their own transposes: the loss is averaged over the axis, so a cotangent that differs
+from rank to rank is reduced in the same way. `pmax` and `pmin` have no derivative, as in JAX.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def _define(name: str, arguments: str) -> None:
 _define("gradient", "Tensor g, Tensor p")
 _define("pmean", "Tensor x, str axis")
 _define("psum", "Tensor x, str axis")
+_define("pmax", "Tensor x, str axis")
+_define("pmin", "Tensor x, str axis")
 
 
 class _Gradient(torch.autograd.Function):
@@ -73,15 +75,28 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        return _Reduce.apply(cotangent, ctx.name, ctx.axis), None, None
+        return _linear(cotangent, ctx.name, ctx.axis), None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        return _Reduce.apply(tangent, ctx.name, ctx.axis)
+        return _linear(tangent, ctx.name, ctx.axis)
 
     @staticmethod
     def vmap(info, dims, x, name, axis):
         return _Reduce.apply(x, name, axis), dims[0]
+
+
+def _linear(x: torch.Tensor, name: str, axis: str) -> torch.Tensor:
+    """The reduction of a cotangent or a tangent, which is that of the value.
+
+    Raises: NotImplementedError for a maximum or minimum, which is not linear.
+    """
+    if name in ("pmax", "pmin"):
+        raise NotImplementedError(
+            f"{name}: it has no derivative, as in JAX, and a gradient was asked for through it.\n"
+            f"Detach the value first, zt.{name}(x.detach()), for example to shift the logits of a softmax."
+        )
+    return _Reduce.apply(x, name, axis)
 
 
 def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -125,6 +140,36 @@ def psum(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
     tensor([1., 1.])
     """
     return _reduced("psum", tree, axis)
+
+
+def pmax(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
+    """The elementwise maximum of every tensor of `tree` over a mesh axis or several, as `jax.lax.pmax`.
+
+    In a plain step it is the identity. Without `axis` it is over all axes that the step is sharded over. It is NaN if
+    the value of any rank is. It has no derivative.
+
+    Raises: TypeError for complex tensors, which have no order. NotImplementedError for a gradient through it.
+
+    >>> pmax(torch.tensor([1.0, 3.0]).max(), "dp")
+    tensor(3.)
+    """
+    return _extreme("pmax", tree, axis)
+
+
+def pmin(tree: Any, axis: str | tuple[str, ...] | None = None) -> Any:
+    """The elementwise minimum of every tensor of `tree` over a mesh axis or several, as `jax.lax.pmin`; see `pmax`.
+
+    >>> pmin(torch.tensor([1.0, 3.0]).min(), "dp")
+    tensor(1.)
+    """
+    return _extreme("pmin", tree, axis)
+
+
+def _extreme(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
+    for x in pytree.tree_leaves(tree):
+        if isinstance(x, torch.Tensor) and x.is_complex():
+            raise TypeError(f"{name}: complex values have no order; reduce their absolute values.")
+    return _reduced(name, tree, axis)
 
 
 def global_mean(

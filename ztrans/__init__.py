@@ -4,7 +4,7 @@ from . import ir, stages, testing
 from .ir.layout import AbstractMesh
 from .lift.lift import lift
 from .lift.lifted_state import write_back
-from .ops import global_mean, pmean, psum
+from .ops import global_mean, pmax, pmean, pmin, psum
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.plan import Plan
 from .profiling.calibrate import calibrate
@@ -32,9 +32,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
-    "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmean", "prefetch",
-    "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on", "testing",
-    "write_back",
+    "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmax", "pmean", "pmin",
+    "prefetch", "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on",
+    "testing", "write_back",
 ]  # fmt: skip
 
 

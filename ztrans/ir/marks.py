@@ -3,7 +3,7 @@
 A transform that shards a program replaces these marks by reductions; otherwise they are the identity:
 
     g = gradient(g0, w)                   g0 is the gradient of w
-    y = pmean(x, axis) | psum(x, axis)    zt.pmean and zt.psum in the user's step; the axis "*" stands for all axes
+    y = pmean(x, axis)                    zt.pmean, psum, pmax or pmin in the user's step; "*" stands for all axes
 
 A program that runs once for each micro-batch has these marks (see `micro_batches`):
 
@@ -46,7 +46,7 @@ class Gradient(Mark):
 
 
 class Reduced(Mark):
-    """Rules of pmean and psum: a mean or a sum over an axis is equal on all ranks of that axis."""
+    """Rules of pmean, psum, pmax and pmin: a reduction over an axis is equal on all ranks of that axis."""
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         value, axis = eqn.args
@@ -81,11 +81,15 @@ class Join(Memberwise):
 GRADIENT = Primitive("gradient", Gradient())
 PMEAN = Primitive("pmean", Reduced())
 PSUM = Primitive("psum", Reduced())
+PMAX = Primitive("pmax", Reduced())
+PMIN = Primitive("pmin", Reduced())
 ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
 KEEP = Primitive("keep", Mark())
+# The reductions that the user's step asks for, and the operation that combines the values of all ranks.
+REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum", PMAX: "max", PMIN: "min"}
 
 
 def reduced_values(graph: Graph) -> list[Var]:
-    """The values that the marks of `zt.pmean` and `zt.psum` reduce."""
-    return [e.args[0] for e in graph.eqns if e.op in (PMEAN, PSUM)]
+    """The values that `zt.pmean`, `psum`, `pmax` and `pmin` reduce."""
+    return [e.args[0] for e in graph.eqns if e.op in REDUCTIONS]

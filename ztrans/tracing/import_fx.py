@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..ir.collectives import rules
 from ..ir.graph import Demand, Eqn, Graph, Names, Primitive, Var, dce
 from ..ir.higher_order import Function
-from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.marks import GRADIENT, REDUCTIONS
 from ..ir.op_facts import arguments_by_name, is_random, is_written, op_facts
 from ..ir.printer import op_name
 from ..ir.source import where
@@ -40,7 +40,7 @@ from .triton_kernels import import_launch
 
 aten = torch.ops.aten
 hops = torch.ops.higher_order
-_MARKS = {"ztrans::gradient": GRADIENT, "ztrans::pmean": PMEAN, "ztrans::psum": PSUM}
+_MARKS = {f"ztrans::{op!r}": op for op in (GRADIENT, *REDUCTIONS)}
 # Lazy views, and the operations that compute their values. PyTorch computes the values when an operation reads the
 # view, but not for a collective or a copy of its memory. So a program computes them where the step makes the view.
 _LAZY_VIEWS = {
@@ -164,9 +164,9 @@ def _batch_norm(op: Any, args: tuple) -> Any:
 
 
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
-    """Import a mark of a gradient, a pmean or a psum.
+    """Import a mark of a gradient or of a reduction such as pmean.
 
-    The operand is the value that the gradient is for, or the axes of the pmean or psum. Nested levels of torch.func may
+    The operand is the value that the gradient is for, or the axes of the reduction. Nested levels of torch.func may
     mark a gradient twice; the first mark counts.
     """
     value = builder.read(x)

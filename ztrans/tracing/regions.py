@@ -4,7 +4,8 @@ The first of these rules that holds gives the region of an equation:
 
 1. Autograd ran it, or it marks a gradient: backward.
 2. It depends on the batch: forward before the last backward, and update after it. In a step without a backward it is
-   forward, unless its results enter the state other than through `pmean` or `psum`: then update.
+   forward, unless its results enter the state other than through a reduction such as `pmean`: then
+   update.
 3. Autograd recorded it, and a backward uses its results: forward.
 4. It computes a value of the update (see `_update_values`), or it depends on a gradient: update.
 5. It precedes the last backward, if there is one, and forward or backward reads its result: forward.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from ..ir.dependencies import depending
 from ..ir.graph import Demand, Eqn, Graph, Region, Var
-from ..ir.marks import GRADIENT, PMEAN, PSUM
+from ..ir.marks import GRADIENT, REDUCTIONS
 from ..ir.op_facts import is_random
 from ..ir.varying import varying
 
@@ -145,9 +146,9 @@ def _update_values(
 
 
 def _unreduced_values(graph: Graph, batch_values: Set[Var]) -> set[Var]:
-    """The values that depend on the batch and enter the state without a `pmean` or `psum` that the user wrote."""
+    """The values that depend on the batch and enter the state without a reduction that the user wrote."""
     unreduced_values = {v for v in graph.new_state if v in batch_values}
     for e in reversed(graph.eqns):
-        if _binds(e, unreduced_values) and e.op not in (PMEAN, PSUM):
+        if _binds(e, unreduced_values) and e.op not in REDUCTIONS:
             unreduced_values.update(v for v in e.ins if v in batch_values)
     return unreduced_values

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import joint_axis, members, members_of, members_of_flat
 from ..ir.collectives import rules
-from ..ir.dependencies import depending, reachable
+from ..ir.dependencies import depending, needed, reachable
 from ..ir.graph import Eqn, Graph, Split, Var, dce, producers, users
 from ..ir.layout import AbstractMesh, LeafSharding, is_worth_splitting, mesh_axes
+from ..ir.marks import REDUCTIONS
 from ..ir.op_facts import is_view_or_cast, op_facts
 from ..ir.source import where
 from ..ir.user_collectives import is_user_start
@@ -30,7 +31,7 @@ from ..ops import EVERY_AXIS
 from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
-from .sharding.walk import REDUCTIONS, shard_program
+from .sharding.walk import shard_program
 
 Axis = str | tuple[str, ...]
 AxisOf = Callable[[str, torch.Tensor], Axis]
@@ -283,7 +284,10 @@ class ShardParams(Transform):
                 )
 
     def _warn_of_unreduced_axes(self, graph: Graph, axes: LeafAxes) -> None:
-        """Warn of an axis of the mesh over which nothing is reduced: the ranks along it train separate models."""
+        """Warn of an axis of the mesh over which nothing is reduced: the ranks along it train separate models.
+
+        The user's own reduction of a value that the new state depends on counts, but not that of a metric.
+        """
         unreduced = {axis for axis, size in graph.mesh if size > 1} - {*axes.all}
         for e in graph.eqns:
             axis = rules(e).axis(e) if is_user_start(e) else None  # of tensor or expert parallelism
@@ -293,6 +297,10 @@ class ShardParams(Transform):
                 unreduced -= {*members(axis)}
             else:  # a group that is not an axis of the mesh may join ranks along any axis
                 unreduced.clear()
+        makers = producers(graph.eqns)
+        for e in needed((makers[v] for v in graph.new_state if v in makers), makers):
+            if e.op in REDUCTIONS:
+                unreduced -= {*members(e.args[1])}
         depends_on_batch = depending(graph.eqns, graph.batch)
         is_trained = any(v in depends_on_batch for v in graph.new_state)
         if unreduced and is_trained:

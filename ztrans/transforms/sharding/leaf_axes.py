@@ -73,7 +73,7 @@ class LeafAxes:
         """The axes over which to reduce a value that differs over `varying_axes`; joint ones where possible.
 
         A gradient is reduced over the joint axes of its `leaf`, even if it is the same along one of their members:
-        the mean does not change.
+        the mean does not change. Axes over which the step is not sharded come last.
         """
         leaf_axes = self.by_leaf.get(leaf, ()) if leaf is not None else ()
         axes = [axis for axis in leaf_axes if not varying_axes.isdisjoint(members(axis))]
@@ -82,4 +82,4 @@ class LeafAxes:
             if uncovered >= {*members(axis)}:
                 axes.append(axis)
                 uncovered -= {*members(axis)}
-        return axes
+        return [*axes, *sorted(uncovered)]

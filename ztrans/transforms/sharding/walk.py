@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from ...ir.collectives import rules
 from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Layout, Placement, Split, Var, users
 from ...ir.layout import is_worth_splitting, on_axis
-from ...ir.marks import GRADIENT, PMEAN, PSUM
+from ...ir.marks import GRADIENT, REDUCTIONS
 from ...ir.op_facts import is_random
 from ...ir.printer import op_name
 from ...ir.rules import INVARIANT
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams
 
 aten = torch.ops.aten
-REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum"}
 
 
 def shard_program(graph: Graph, options: ShardParams) -> Graph:
@@ -311,9 +310,9 @@ class Walk:
         self.values.bind(eqn.out, quotient)
 
     def add_reduction(self, eqn: Eqn) -> None:
-        """Add a pmean or psum of the user.
+        """Add a reduction of the user, such as a pmean.
 
-        Over an axis on which the value does not vary, the mean is the value itself, and the sum is a multiple of it.
+        Over an axis on which the value does not vary, the sum is a multiple of it, and all others are the value itself.
         A sum of bools is whether any of them is true.
         """
         x = eqn.args[0]
@@ -373,18 +372,19 @@ class Walk:
         return Split(main) if is_worth_splitting(out.shape[0], graph.axes[main]) else None
 
     def reduction_axes(self, eqn: Eqn) -> tuple[str, ...]:
-        """The axes of a pmean or psum.
+        """The axes of a reduction of the user; without a name, all that the step is sharded over.
 
-        Raises: ValueError for an axis that the step is not sharded over.
+        Raises: ValueError for an axis that the mesh does not have.
         """
         axis = eqn.args[1]
         if axis == EVERY_AXIS:
             return self.axes.all
-        if not {*members(axis)} <= {*self.axes.all}:
+        mesh_axes = [name for name, _ in self.graph.mesh]
+        if not {*members(axis)} <= {*mesh_axes}:
             raise ValueError(
-                f"shard_params: {eqn.op} over {axis!r}, which is not one of its axes ({', '.join(self.axes.all)}).\n"
+                f"shard_params: {eqn.op} over {axis!r}, which is not an axis of the mesh ({', '.join(mesh_axes)}).\n"
                 f"  at {where(eqn.source)}\n"
-                f"Name the axis that the step is sharded over."
+                f"Name one of these axes, or none: then the {eqn.op} is over all axes that the step is sharded over."
             )
         return members(axis)
 
@@ -393,8 +393,14 @@ class Walk:
         return self.varying.get(v, INVARIANT) | self.varying_by_leaf.get(v, INVARIANT)
 
     def may_vary_over(self, v: Var) -> frozenset[str]:
-        """As `varies_over`, but values computed from numbers alone, such as a batch size, may vary as well."""
-        return self.varies_over(v) if v in self.tensor_dependent else frozenset(self.axes.all)
+        """As `varies_over`, and over all axes of the mesh over which the step is not sharded: there ranks train apart.
+
+        Values that are computed from numbers alone, such as a batch size, may vary over all axes.
+        """
+        every_axis = frozenset(name for name, _ in self.graph.mesh)
+        if v not in self.tensor_dependent:
+            return every_axis
+        return self.varies_over(v) | (every_axis - {*self.axes.all})
 
     # ---- outputs
 
