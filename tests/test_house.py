@@ -56,7 +56,7 @@ ROOMS = {
     *("tracing.fx_trace", "tracing.annotate", "tracing.function_mode", "tracing.known_values"),
     *("tracing.checkpoints", "tracing.dtensors", "tracing.higher_order", "tracing.triton_kernels"),
     "lift.scaler",
-    *("ir.ambient", "ir.result_types", "transforms.sharding.registered_rules", "ir.axes"),
+    *("ir.ambient", "ir.result_types", "ir.registered_rules", "ir.axes"),
     "runtime.state",
     *("calling.guard", "runtime.cuda.graph_capture"),
     *("runtime.inductor.compiler", "ops.symmetric"),

@@ -2,6 +2,7 @@
 
 from . import ir, stages, testing
 from .ir.layout import AbstractMesh
+from .ir.registered_rules import sharding_rule
 from .lift.lift import lift
 from .lift.lifted_state import write_back
 from .ops import global_mean, pmax, pmean, pmin, psum
@@ -25,7 +26,6 @@ from .transforms.overlap_grads import overlap_grads
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
-from .transforms.sharding.registered_rules import sharding_rule
 
 __version__ = "0.1.0"
 

@@ -104,7 +104,7 @@ def test_on_one_rank_one_stage_is_checked(monkeypatch):
     """All stages have one program there."""
     checked = []
 
-    def note(transform, case, stage, tolerance):
+    def note(transform, case, reference, stage, tolerance):
         checked.append((len(case.slices), stage))
 
     monkeypatch.setattr(laws, "_check_world", note)
@@ -261,6 +261,82 @@ def test_outputs_after_one_that_is_none_are_compared():
 
     with pytest.raises(zt.testing.LawError, match=r"changes the output.* by nan"):
         zt.testing.check_laws(_NotANumber(), step, *arguments(), **LAWS)
+
+
+@dataclass(frozen=True)
+class ClipByValue(zt.Transform):
+    """Clips every gradient to [-limit, limit], before or after it is reduced."""
+
+    phase: ClassVar[int] = 1
+    limit: float
+    reduced: bool = True
+
+    def rewrite(self, graph):
+        new = ir.Rewriter(graph)
+        for e in graph.eqns:
+            if e.op is ir.GRADIENT:
+                read = e.out if self.reduced else e.args[0]
+                clipped = new.emit(
+                    lambda g: g.clamp(-self.limit, self.limit), read, region="update"
+                )
+                new.replace_reads(ir.users(graph)[read], read, clipped)
+        return new.applied()
+
+
+def train_clipped(params, x, y):
+    loss = lambda params: (torch.relu(x @ params["up"]) @ params["down"] - y).square().mean()
+    grads, value = torch.func.grad_and_value(loss)(params)
+    return {k: p - 0.1 * grads[k].clamp(-0.5, 0.5) for k, p in params.items()}, value
+
+
+def test_a_transform_that_changes_numbers_is_compared_with_its_reference():
+    check(ClipByValue(0.5), reference=train_clipped, stages=(0, 3))
+    with pytest.raises(
+        zt.testing.LawError,
+        match=r"transform and its reference differ in the state\['up'\] by .* on one device, alone(?s:.)*diff\(reference",
+    ):
+        check(ClipByValue(0.4), reference=train_clipped)
+    # On one device it makes no difference whether a gradient is clipped before its mean over the ranks or after it.
+    with pytest.raises(
+        zt.testing.LawError, match=r"differ in the state.* on 2 ranks, stage 2, alone"
+    ):
+        check(ClipByValue(0.5, reduced=False), reference=train_clipped)
+
+
+@dataclass(frozen=True)
+class WithOptions(zt.Transform):
+    """As a user writes it, without repr=False."""
+
+    limit: float
+    names: tuple = ()
+    sizes: dict = field(default_factory=dict)
+    how: object = None
+
+    def rewrite(self, graph):
+        return graph
+
+
+@dataclass(frozen=True)
+class InItsOwnWords(zt.Transform):
+    def __repr__(self):
+        return "mine"
+
+
+def test_the_text_of_a_transform_is_its_name_and_what_differs_from_the_defaults():
+    assert repr(WithOptions(0.5)) == "with_options(limit=0.5)"
+    assert (
+        repr(WithOptions(1, ("a",), how=arguments))
+        == "with_options(limit=1, names=('a',), how=arguments)"
+    )
+    mesh = zt.AbstractMesh(dp=2)
+    chain = zt.chain(zt.shard_params(mesh), WithOptions(0.5), zt.prefetch(), InItsOwnWords())
+    assert (
+        repr(chain)
+        == "chain(shard_params(axis='dp', stage=3), with_options(limit=0.5), prefetch(), mine)"
+    )
+    assert repr(chain(train)).startswith(
+        "Step(train, shard_params(axis='dp', stage=3), with_options(limit=0.5), "
+    )
 
 
 def test_equal_values_that_are_not_finite_have_no_distance():

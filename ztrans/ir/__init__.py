@@ -1,7 +1,8 @@
 """The program of a train step: a typed, functional, straight-line graph, and the tools to read and rewrite it.
 
 The names below are public. With them a user writes a transform: the data (`Graph`, `Eqn`, `Var`), the layouts
-(`Split`, `Partial`), the collectives (`all_gather`, `reduce`, `wait`), and functions that read and rewrite a program.
+(`Split`, `Partial`), a `Rewriter`, whose `emit` turns a function of PyTorch into equations, a builder for each
+collective and copy (`all_gather`, `reduce`, `shard`, `to_host`, `wait`), and functions that read a program.
 """
 
 from .collectives import (
@@ -12,14 +13,19 @@ from .collectives import (
     WAIT,
     Start,
     all_gather,
+    all_reduce,
     is_start,
     lane,
     reduce,
+    reduce_scatter,
+    role,
     rules,
+    shard,
     wait,
 )
 from .copies import TO_DEVICE, TO_HOST, is_copy, to_device, to_host, wait_for_copy
 from .differences import diff
+from .emit import emit
 from .graph import (
     Eqn,
     Graph,
@@ -40,22 +46,23 @@ from .graph import (
 )
 from .interpreter import evaluate, lockstep
 from .layout import LeafSharding
-from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
+from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMAX, PMEAN, PMIN, PSUM
 from .micro_batches import MicroBatchPrograms, micro_batch_programs
 from .op_facts import is_matmul, is_random, is_view
 from .pairing import pair
 from .printer import equation, op_name, program
+from .rewriter import Rewriter, reordered
 from .rules import Rules
 from .structure import structure
 from .verifier import ProgramError, check
 
 __all__ = [
-    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMEAN", "PSUM", "REDUCE_SCATTER", "SHARD",
-    "TO_DEVICE", "TO_HOST", "WAIT",
+    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM",
+    "REDUCE_SCATTER", "SHARD", "TO_DEVICE", "TO_HOST", "WAIT",
     "Eqn", "Graph", "Hints", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial", "Primitive",
-    "ProgramError", "Provenance", "Rules", "Split", "Start", "Var",
-    "all_gather", "check", "dce", "diff", "equation", "evaluate", "is_copy", "is_matmul", "is_random", "is_start",
-    "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair", "producers", "program", "reduce",
-    "rename", "rules", "structure", "substitute", "to_device", "to_host", "users", "variables", "wait",
-    "wait_for_copy",
+    "ProgramError", "Provenance", "Rewriter", "Rules", "Split", "Start", "Var",
+    "all_gather", "all_reduce", "check", "dce", "diff", "emit", "equation", "evaluate", "is_copy", "is_matmul",
+    "is_random", "is_start", "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair", "producers",
+    "program", "reduce", "reduce_scatter", "rename", "reordered", "role", "rules", "shard", "structure", "substitute",
+    "to_device", "to_host", "users", "variables", "wait", "wait_for_copy",
 ]  # fmt: skip

@@ -396,7 +396,25 @@ def kind_named(name: str) -> Kind:
 
 
 def all_gather(shards: Sequence[Var], names: Sequence[str], axis: str, **eqn: Any) -> Eqn:
-    """Start a gather of `shards`, which are split over `axis`."""
+    """Start a gather of shards: each rank of `axis` gets the whole values, when it waits for them.
+
+        f32[32@dp,16], f32[4,8@dp]   -->   f32[32,16]!, f32[4,8]!
+
+    Args:
+        shards: values that are split over `axis`, of any dtypes. They share a message. A plan joins gathers of one
+            value into buckets itself.
+        names: the name of each whole value.
+        axis: the mesh axis.
+        eqn: other fields of the equation. A collective has a `provenance`, which says what it is for. With
+            `hint="gather"`, a plan may start it earlier. `Eqn.like` gives it a region and the user's line.
+
+    `ir.check` refuses a value that is not split over `axis`, and a collective without a provenance.
+
+    >>> from ztrans.ir import Provenance
+    >>> codes = Var("codes", torch.int8, (32, 16), (Split("dp"),))
+    >>> all_gather([codes], ["codes.full"], "dp", provenance=Provenance("param", ("w",), "dp")).out
+    codes.full': i8[32,16]!
+    """
     futures = []
     for name, shard in zip(names, shards):
         layout = without(shard.layout, axis)
@@ -415,10 +433,27 @@ def reduce(
     result: torch.dtype | None = None,
     **eqn: Any,
 ) -> Eqn:
-    """Start the reduction of `terms` over `axis`: a reduce_scatter if `to` splits the result, else an all_reduce.
+    """Start the reduction of `terms` over `axis`: a `reduce_scatter` if `to` splits the result, else an `all_reduce`.
 
-    The terms are sent in `dtype`, and the result has dtype `result`; both default to the dtype of the terms. Integers
-    that no backend reduces are sent in a wider dtype.
+        f32[32,16]{sum@dp}   -->   f32[32@dp,16]!   with to=Split("dp")
+        f32[]{max@dp}        -->   f32[]!           with to=None
+
+    Args:
+        terms: values of one dtype that are whole on every rank, or one term of a value on each.
+        names: the name of each result.
+        axis: the mesh axis.
+        op: "sum", "mean", "max" or "min". A maximum or minimum is NaN if one term is.
+        to: the split of the results over `axis`, or None for whole ones.
+        dtype: the dtype of the terms in messages, by default their own. Integers that no backend reduces are sent in a
+            wider one.
+        result: the dtype of the results, by default that of the terms.
+        eqn: other fields of the equation, as of `all_gather`; with `hint="reduce"`, a plan may move it.
+
+    `ir.check` refuses a term that is split over `axis`.
+
+    >>> most = Var("most", torch.float32, (), (Partial("dp", "max"),))
+    >>> reduce([most], ["most.all"], "dp", "max", None).out
+    most.all': f32[]!
     """
     if dtype is None:
         dtype = _WIDER_DTYPES.get(terms[0].dtype)
@@ -433,8 +468,58 @@ def reduce(
     return Eqn(start, (list(terms),), tuple(futures), kwargs, **eqn)
 
 
+def all_reduce(
+    terms: Sequence[Var], names: Sequence[str], axis: str, op: str, **options: Any
+) -> Eqn:
+    """Start the reduction of `terms` to whole values on every rank; the options are those of `reduce`.
+
+        f32[32,16]{sum@dp}   -->   f32[32,16]!
+
+    >>> x = Var("x", torch.float32, (32, 16))
+    >>> all_reduce([x], ["y"], "dp", "mean").out
+    y': f32[32,16]!
+    """
+    return reduce(terms, names, axis, op, None, **options)
+
+
+def reduce_scatter(
+    terms: Sequence[Var], names: Sequence[str], axis: str, op: str, dim: int = 0, **options: Any
+) -> Eqn:
+    """Start the reduction of `terms` to shards, which are split along `dim`; the options are those of `reduce`.
+
+        f32[32,16]{sum@dp}   -->   f32[32@dp,16]!
+
+    >>> x = Var("x", torch.float32, (32, 16))
+    >>> reduce_scatter([x], ["y"], "dp", "mean", dim=1).out
+    y': f32[32,16@dp]!
+    """
+    return reduce(terms, names, axis, op, Split(axis, dim), **options)
+
+
+def shard(value: Var, name: str, axis: str, dim: int = 0, **eqn: Any) -> Eqn:
+    """This rank's shard of a value that is whole on every rank of `axis`: a view of it. Nothing is sent.
+
+        f32[32,16]   -->   f32[32@dp,16]
+
+    `ir.check` refuses a value that is split over `axis` already.
+
+    >>> shard(Var("x", torch.float32, (32, 16)), "x.shard", "dp").out
+    x.shard: f32[32@dp,16]
+    """
+    out = dataclasses.replace(value, name=name, layout=(*value.layout, Split(axis, dim)))
+    return Eqn(SHARD, (value, dim), (out,), {"axis": axis}, **eqn)
+
+
 def wait(future: Var, **eqn: Any) -> Eqn:
-    """Wait for `future`; its value has the future's name without the quote."""
+    """Wait for `future`; its value has the future's name without the quote.
+
+        f32[32,16]!   -->   f32[32,16]
+
+    `ir.check` refuses a future that is waited for twice or never, and a value that is read before its wait.
+
+    >>> wait(Var("y'", torch.float32, (32, 16), future=True)).out
+    y: f32[32,16]
+    """
     return Eqn(WAIT, (future,), (value_of_future(future),), **eqn)
 
 

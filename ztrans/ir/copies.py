@@ -86,7 +86,8 @@ def copy_to(
 ) -> Eqn:
     """Start a copy of `value` to a memory, into the storage of `over` or a new one. `paths` are leaves of the state.
 
-    The axis of its provenance is the other memory, from or to which the device copies.
+    The axis of its provenance is the other memory, from or to which the device copies. `ir.check` refuses a copy within
+    one memory, and into a storage of another type.
 
     >>> import torch
     >>> print(copy_to("host", Var("m", torch.float32, (4,)), "m.host").out)
@@ -102,17 +103,38 @@ def copy_to(
 def to_host(
     value: Var, name: str, paths: tuple[str, ...] = (), over: Var | None = None, **eqn: Any
 ) -> Eqn:
-    """Start a copy of `value` to the host (see `copy_to`)."""
+    """Start a copy of `value` to the memory of the host (see `copy_to`).
+
+        f32[32@dp]   -->   f32<host>[32@dp]!
+
+    >>> import torch
+    >>> print(to_host(Var("m", torch.float32, (4,)), "m.host").out)
+    m.host': f32<host>[4]!
+    """
     return copy_to("host", value, name, paths, over, **eqn)
 
 
 def to_device(value: Var, name: str, paths: tuple[str, ...] = (), **eqn: Any) -> Eqn:
-    """Start a copy of `value` to the device (see `copy_to`)."""
+    """Start a copy of `value` to the memory of the device (see `copy_to`).
+
+        f32<host>[32@dp]   -->   f32[32@dp]!
+
+    >>> import torch
+    >>> print(to_device(Var("m", torch.float32, (4,), memory="host"), "m.device").out)
+    m.device': f32[4]!
+    """
     return copy_to("device", value, name, paths, **eqn)
 
 
 def wait_for_copy(future: Var, **eqn: Any) -> Eqn:
-    """Wait for the `future` of a copy; its value has the future's name without the quote."""
+    """Wait for the `future` of a copy; its value has the future's name without the quote.
+
+        f32<host>[32@dp]!   -->   f32<host>[32@dp]
+
+    >>> import torch
+    >>> print(wait_for_copy(Var("m.host'", torch.float32, (4,), future=True, memory="host")).out)
+    m.host: f32<host>[4]
+    """
     return Eqn(COPY_WAIT, (future,), (value_of_future(future),), **eqn)
 
 

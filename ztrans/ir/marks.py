@@ -15,6 +15,7 @@ A program that runs once for each micro-batch has these marks (see `micro_batche
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..ops import EVERY_AXIS
 from .axes import members
@@ -87,7 +88,11 @@ ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
 KEEP = Primitive("keep", Mark())
 # The reductions that the user's step asks for, and the operation that combines the values of all ranks.
-REDUCTIONS: Mapping[object, str] = {PMEAN: "mean", PSUM: "sum", PMAX: "max", PMIN: "min"}
+REDUCTIONS: Mapping[Any, str] = {PMEAN: "mean", PSUM: "sum", PMAX: "max", PMIN: "min"}
+# The marks by the names of the operations that a trace records for them.
+MARKS: Mapping[str, Primitive] = {
+    f"ztrans::{op!r}": op for op in (GRADIENT, PMEAN, PSUM, PMAX, PMIN)
+}
 
 
 def reduced_values(graph: Graph) -> list[Var]:

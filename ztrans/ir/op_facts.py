@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # `graph` imports this module
 aten = torch.ops.aten
 CAST = aten._to_copy.default
 ADD = aten.add.Tensor
+# Their result is their argument.
+IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # A number as the second argument of one of these scales the first.
 SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 

@@ -23,7 +23,7 @@ from ..ir.dependencies import grouped
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, producers
 from ..ir.op_facts import is_random
-from ..rewrites.rewriter import prerequisites, reordered
+from ..ir.rewriter import prerequisites, reordered
 from .buffers import local_bytes
 
 # Bytes of gradients that are updated together: with fewer, a launch costs more than their memory is worth.

@@ -33,8 +33,8 @@ from ..ir.donation import donation, first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
+from ..ir.rewriter import reordered
 from ..rewrites.carried_copies import carriable_copies, carry_copies
-from ..rewrites.rewriter import reordered
 from ..rewrites.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster

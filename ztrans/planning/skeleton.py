@@ -26,9 +26,9 @@ from ..ir.liveness import Liveness, liveness
 from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
+from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective
 from ..rewrites.neighbours import gathered_value
-from ..rewrites.rewriter import reordered
 
 THE_START = "the start"
 THE_END = "the end"

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ..ir.collectives import role, rules
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.pairing import pair
-from .rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 
 def carry_first_gathers(graph: Graph, at_start: Collection[str]) -> Graph:

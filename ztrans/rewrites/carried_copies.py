@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from ..ir.graph import Eqn, Graph, Var, producers, users, variables
 from ..ir.liveness import liveness
-from .rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 
 def carriable_copies(graph: Graph) -> dict[Eqn, Var]:

@@ -8,7 +8,7 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Primitive, Var, dce, producers, rename, substitute
 from ..ir.marks import GRADIENT, REDUCTIONS
 from ..ir.op_facts import CAST
-from .rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 
 def erase_marks(graph: Graph) -> Graph:

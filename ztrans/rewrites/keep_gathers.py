@@ -7,7 +7,7 @@ from ..ir.graph import Graph, users
 from ..ir.marks import KEEP
 from ..ir.micro_batches import changing
 from ..ir.pairing import pair
-from .rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 
 def keep_gathers(graph: Graph) -> Graph:

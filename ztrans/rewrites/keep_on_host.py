@@ -16,8 +16,8 @@ from ..ir.collectives import rules
 from ..ir.copies import to_device, to_host, wait_for_copy
 from ..ir.graph import Eqn, Graph, Var
 from ..ir.liveness import liveness
+from ..ir.rewriter import Rewriter
 from .recompute import needed_after_backward
-from .rewriter import Rewriter
 
 
 def demanded_on_host(graph: Graph) -> set[Var]:

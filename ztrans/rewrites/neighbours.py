@@ -19,11 +19,11 @@ from collections.abc import Hashable
 import torch
 
 from ..ir.axes import neighbour_count, neighbours
-from ..ir.collectives import SHARD, bucket_key, rules
+from ..ir.collectives import bucket_key, rules, shard
 from ..ir.graph import Eqn, Graph, Split, Var
 from ..ir.layout import split_over
 from ..ir.pairing import pair
-from .rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 aten = torch.ops.aten
 
@@ -45,13 +45,11 @@ def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn
     axis = second_gather.kwargs["axis"]
     split = Split(neighbours(axis, count), split_over(second_gather.ins[0], axis).dim)
     name = second_gather.out.base_name
-    layout = (*value.layout, split)
-    view = dataclasses.replace(value, name=f"{name}.cut", layout=layout)
-    part = dataclasses.replace(value, name=f"{name}.part", layout=layout)
-    shard = Eqn(SHARD, (value, split.dim), (view,), {"axis": split.axis})
+    cut = shard(value, f"{name}.cut", split.axis, split.dim)
+    part = dataclasses.replace(cut.out, name=f"{name}.part")
     # The view alone would keep the whole value alive.
-    clone = Eqn(aten.clone.default, (view,), (part,), {"memory_format": torch.contiguous_format})
-    return shard.like(first_wait), clone.like(first_wait)
+    clone = Eqn(aten.clone.default, (cut.out,), (part,), {"memory_format": torch.contiguous_format})
+    return cut.like(first_wait), clone.like(first_wait)
 
 
 def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:
@@ -87,8 +85,8 @@ def among_neighbours(graph: Graph) -> Graph:
             continue
         if value not in parts:
             first_wait = first_waits[value]
-            shard, clone = kept_part(first_wait, start, provenance.regather)
-            new.insert_after(first_wait, shard, clone)
+            cut, clone = kept_part(first_wait, start, provenance.regather)
+            new.insert_after(first_wait, cut, clone)
             parts[value] = clone.out
         new.replace(start, gather_of_parts(parts[value], start))
     return with_neighbours_as_axes(new.applied())

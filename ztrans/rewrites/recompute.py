@@ -20,8 +20,8 @@ from ..ir.graph import Eqn, Graph, Var, rename, variables
 from ..ir.liveness import liveness
 from ..ir.marks import reduced_values
 from ..ir.op_facts import is_random
+from ..ir.rewriter import Rewriter
 from ..ir.varying import varying
-from .rewriter import Rewriter
 
 # The tag of operations whose bits may differ from run to run. torch 2.11 does not have it.
 _NONDETERMINISTIC = getattr(torch.Tag, "nondeterministic_bitwise", None)

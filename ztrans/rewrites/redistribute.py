@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..ir.collectives import SHARD, all_gather, reduce, wait
+from ..ir.collectives import all_gather, reduce, shard, wait
 from ..ir.graph import Eqn, Partial, Placement, Provenance, Region, Split, Var
 from ..ir.layout import on_axis, without
 from ..ir.op_facts import CAST
@@ -74,8 +74,8 @@ def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn
 
     if not isinstance(to, Split):
         raise ValueError(f"redistribute: {v!r} to {to}: a whole value is not spread into terms.")
-    out = dataclasses.replace(v, name=site.fresh(name), layout=(*v.layout, to))
-    return [site.equation(SHARD, (v, to.dim), out, axis=site.axis)], out
+    cut = shard(v, site.fresh(name), site.axis, to.dim, region=site.region, source=site.source)
+    return [cut], cut.out
 
 
 def _gathered(v: Var, site: Site, name: str) -> list[Eqn]:

@@ -6,7 +6,7 @@ from ..ir.dependencies import needed
 from ..ir.donation import can_fail
 from ..ir.graph import Graph, producers
 from ..ir.op_facts import is_random
-from .rewriter import reordered
+from ..ir.rewriter import reordered
 
 
 def writes_last(graph: Graph) -> Graph:

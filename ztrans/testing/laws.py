@@ -36,6 +36,7 @@ def check_laws(
     state: Any,
     batch: tuple,
     *,
+    reference: Any = None,
     worlds: Sequence[int] = (1, 2, 3),
     stages: Sequence[Literal[0, 1, 2, 3]] = (0, 2, 3),
     tolerance: float = 0.0,
@@ -46,9 +47,14 @@ def check_laws(
     - It is a value: equal to a copy of itself, and hashable. Applying it twice is the same as applying it once.
     - The step has the same program when it is traced a second time, from a copy of its arguments.
     - Its programs are well formed, alone and among other transforms.
-    - It keeps the meaning: the new state and the output equal those of the step without it. Outputs that it adds are
-      not compared.
+    - It has the meaning that it should: the new state and the output equal those of the step without it, or those of
+      `reference`, through the same shard_params.
     - Its place among the schedules does not matter: the program has the same text in any order.
+
+    Not checked: outputs that the transform adds; a second call, so what passes from step to step; processes, gloo,
+    NCCL, GPUs and compiled kernels, because all ranks run in this process; meshes of several axes, and ranks with
+    batches of different sizes; accumulate, remat and offload beside it; time and memory; and whether `reference` is
+    right. The laws hold for the steps that you check, so choose one with every case that the transform treats.
 
     Args:
         transform: the transform.
@@ -56,10 +62,12 @@ def check_laws(
         state: its first state, with full tensors.
         batch: its arguments after the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
             dropped if they do not fill a slice.
+        reference: for a transform that changes numbers, such as one that clips gradients: a plain step that does by
+            hand what the transform does to `step`.
         worlds: the numbers of ranks.
         stages: the ZeRO stages.
-        tolerance: the greatest relative distance of a leaf, in norm, from the result without the transform. 0 requires
-            the same bits.
+        tolerance: the greatest relative distance of a leaf, in norm, from the result without the transform, or of
+            `reference`. 0 requires the same bits.
         unsharded: whether to check the step without shard_params too. Pass False for a transform that needs
             shard_params, such as overlap_grads.
 
@@ -72,13 +80,18 @@ def check_laws(
     """
     _check_value(transform, step)
     _check_traced_twice(Step.of(step), state, batch)
+    cases: list[tuple[Sequence[tuple], Sequence[Literal[0, 1, 2, 3] | None]]] = []
     if unsharded:
-        _check_world(transform, _Case(step, state, [batch]), None, tolerance)
+        cases.append(([batch], [None]))
     for ranks in worlds:
-        case = _Case(step, state, [_slice(batch, rank, ranks) for rank in range(ranks)])
+        rows = [_slice(batch, rank, ranks) for rank in range(ranks)]
         # On one rank all stages are the same program.
-        for stage in stages if ranks > 1 else stages[-1:]:
-            _check_world(transform, case, stage, tolerance)
+        cases.append((rows, stages if ranks > 1 else stages[-1:]))
+    for slices, stages_of_case in cases:
+        case = _Case(step, state, slices)
+        expected = case if reference is None else _Case(reference, state, slices)
+        for stage in stages_of_case:
+            _check_world(transform, case, expected, stage, tolerance)
 
 
 class _Case:
@@ -112,18 +125,26 @@ class _Case:
 
 
 def _check_world(
-    transform: Transform, case: _Case, stage: Literal[0, 1, 2, 3] | None, tolerance: float
+    transform: Transform,
+    case: _Case,
+    reference: _Case,
+    stage: Literal[0, 1, 2, 3] | None,
+    tolerance: float,
 ) -> None:
-    """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules."""
+    """Check the transform for a number of ranks and a ZeRO stage, alone and among the schedules.
+
+    Its results are compared with those of `reference`, the step without it or with its meaning written by hand.
+    """
     ranks = len(case.slices)
+    has_reference = reference is not case
     shard: tuple[Transform, ...] = ()
     world = "on one device"
     if stage is not None:
         shard = (shard_params(AbstractMesh(dp=ranks), stage=stage),)
         world = f"on {ranks} ranks, stage {stage}"
-    expected = case.results(case.lowered(*shard))
+    expected = reference.results(reference.lowered(*shard))
     results = case.results(case.lowered(*shard, transform))
-    _check_same(results, expected, tolerance, f"{world}, alone")
+    _check_same(results, expected, tolerance, has_reference, f"{world}, alone")
     if stage is None:
         return
 
@@ -137,7 +158,9 @@ def _check_world(
             f"{transform!r}: the program depends on its place among the schedules, {world}.\n"
             f"In its rewrite, neither read hints (`Eqn.hint`) nor overwrite the hints of other transforms."
         )
-    _check_same(case.results(first), expected, tolerance, f"{world}, among schedules")
+    _check_same(
+        case.results(first), expected, tolerance, has_reference, f"{world}, among schedules"
+    )
 
 
 def _check_value(transform: Transform, step: Any) -> None:
@@ -150,7 +173,7 @@ def _check_value(transform: Transform, step: Any) -> None:
     if not is_value:
         raise LawError(
             f"{transform!r} is not a value: it must be equal to a copy of itself, and have a hash.\n"
-            f"Make its class a frozen dataclass, @dataclass(frozen=True, repr=False), with numbers, strings, tuples or "
+            f"Make its class a frozen dataclass, @dataclass(frozen=True), with numbers, strings, tuples or "
             f"functions as options."
         )
     if transform(transform(Step.of(step))) != transform(Step.of(step)):
@@ -194,12 +217,23 @@ def _slice(batch: tuple, rank: int, ranks: int) -> tuple:
 
 
 def _check_same(
-    results: tuple[Any, list], expected: tuple[Any, list], tolerance: float, world: str
+    results: tuple[Any, list],
+    expected: tuple[Any, list],
+    tolerance: float,
+    has_reference: bool,
+    world: str,
 ) -> None:
     """Compare the results of two programs: the new state, and the output of each rank."""
     condition = "the same bits are asked for"
     if tolerance:
         condition = f"at most {tolerance:.1e} is allowed"
+    differs = "the transform changes"
+    advice = "Compare the programs: zt.ir.diff(step.lower(...), transform(step).lower(...))."
+    if has_reference:
+        differs = "the transform and its reference differ in"
+        advice = (
+            "Compare the programs: zt.ir.diff(reference.lower(...), transform(step).lower(...))."
+        )
     leaves = pytree.tree_leaves_with_path(results)
     for (path, a), b in zip(leaves, pytree.tree_leaves(expected), strict=True):
         if a is None and b is None:  # an output may be None
@@ -208,8 +242,7 @@ def _check_same(
         if not distance <= tolerance:  # in this form, NaN is not allowed
             name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
             raise LawError(
-                f"the transform changes {name}{pytree.keystr(path[1:])} by {distance:.1e} {world}: {condition}.\n"
-                f"Compare the programs: zt.ir.diff(step.lower(...), transform(step).lower(...))."
+                f"{differs} {name}{pytree.keystr(path[1:])} by {distance:.1e} {world}: {condition}.\n{advice}"
             )
 
 

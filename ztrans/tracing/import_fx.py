@@ -26,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..ir.collectives import rules
 from ..ir.graph import Demand, Eqn, Graph, Names, Primitive, Var, dce
 from ..ir.higher_order import Function
-from ..ir.marks import GRADIENT, REDUCTIONS
-from ..ir.op_facts import arguments_by_name, is_random, is_written, op_facts
+from ..ir.marks import GRADIENT, MARKS
+from ..ir.op_facts import IDENTITIES, arguments_by_name, is_random, is_written, op_facts
 from ..ir.printer import op_name
 from ..ir.source import where
 from .annotate import Origin, origin_of
@@ -40,14 +40,12 @@ from .triton_kernels import import_launch
 
 aten = torch.ops.aten
 hops = torch.ops.higher_order
-_MARKS = {f"ztrans::{op!r}": op for op in (GRADIENT, *REDUCTIONS)}
 # Lazy views, and the operations that compute their values. PyTorch computes the values when an operation reads the
 # view, but not for a collective or a copy of its memory. So a program computes them where the step makes the view.
 _LAZY_VIEWS = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
-_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 # In-place operations whose new value may have fewer dims.
 _BROADCASTS = ("aten::copy_", "aten::fill_")
@@ -134,13 +132,13 @@ def _operation(builder: Builder, op: Any, args: tuple, kwargs: dict, val: Any) -
     # Optimizers wrap their steps in a profiler's record_function.
     if name.startswith("profiler::"):
         return None
-    if op in _IDENTITIES and isinstance(args[0], Alias):
+    if op in IDENTITIES and isinstance(args[0], Alias):
         return args[0]
     # From here on the first tensor is the second one.
     if op is aten.set.source_Tensor:
         return args[1]
-    if name in _MARKS:
-        return _mark(builder, _MARKS[name], args[0], args[1], val)
+    if name in MARKS:
+        return _mark(builder, MARKS[name], args[0], args[1], val)
     if op_facts(op).fused_update:
         return _per_member(builder, op, args, kwargs, val)
     if op_facts(op).view and isinstance(args[0], Alias):

@@ -20,9 +20,9 @@ from ..ir.dependencies import depending, needed
 from ..ir.graph import Eqn, Graph, Var, producers, substitute, users, variables
 from ..ir.marks import ACCUMULATE, GRADIENT, JOIN, PMEAN
 from ..ir.micro_batches import changing
+from ..ir.rewriter import Rewriter
 from ..ir.source import where
 from ..ir.varying import varying
-from ..rewrites.rewriter import Rewriter
 from .base import Transform, check_number, constructor
 from .reduce_once import reduce_once
 
@@ -64,7 +64,7 @@ def accumulate(micro: int, *, keep: Literal["whole", "shard", "auto"] = "auto") 
     return _Accumulate(micro, keep)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _Accumulate(Transform):
     phase: ClassVar[int] = 1
 

@@ -52,6 +52,12 @@ class Transform:
         default=None, repr=False, kw_only=True
     )
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep the short text of a transform, which `dataclass` would replace. Its text is part of its program."""
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Transform.__repr__  # type: ignore[method-assign]
+
     def __new__(cls, *args: Any, **options: Any) -> Transform:
         """Raises: TypeError if the class takes options but is not a dataclass."""
         if (args or options) and "__dataclass_params__" not in vars(cls):
@@ -113,7 +119,7 @@ class Transform:
 
     @property
     def name(self) -> str:
-        """The name of the class in snake case: `_MergeEqual` becomes `merge_equal`."""
+        """The name of the class in snake case: `ClipByValue` and `_ClipByValue` become `clip_by_value`."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
@@ -122,10 +128,14 @@ class Transform:
         return Step.of(fn).then(self)
 
     def __repr__(self) -> str:
+        """The name, and the options that differ from their defaults: `clip_by_value(limit=0.5)`."""
         options = []
         for field in dataclasses.fields(self):
             option = getattr(self, field.name)
-            is_default = field.default is not dataclasses.MISSING and option == field.default
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            is_default = default is not dataclasses.MISSING and option == default
             if field.repr and not is_default:
                 options.append(f"{field.name}={_as_text(option)}")
         return f"{self.name}({', '.join(options)})"
@@ -197,7 +207,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
 # ---- chains
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Chain(Transform):
     """Several transforms as one, in the order in which they are applied."""
 

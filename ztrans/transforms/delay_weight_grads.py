@@ -10,8 +10,8 @@ from ..ir.dependencies import needed, reachable
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import is_matmul, is_random, is_view_or_cast
+from ..ir.rewriter import reordered
 from ..ir.user_collectives import is_user_collective, is_user_start
-from ..rewrites.rewriter import reordered
 from .base import Transform, check_number, constructor
 
 
@@ -46,7 +46,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
     return _DelayWeightGrads(most)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _DelayWeightGrads(Transform):
     most: int = 4
 

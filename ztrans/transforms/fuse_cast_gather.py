@@ -12,7 +12,7 @@ from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
-from ..rewrites.rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 from .base import Transform, constructor
 from .sharding.before_gathers import cast_before_gathers
 
@@ -47,7 +47,7 @@ def fuse_cast_gather() -> Transform:
     return _FuseCastGather()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _FuseCastGather(Transform):
     def rewrite(self, graph: Graph) -> Graph:
         graph = cast_before_gathers(graph)

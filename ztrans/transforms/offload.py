@@ -19,8 +19,8 @@ from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
 from ..ir.layout import LeafSharding
 from ..ir.op_facts import is_random
 from ..ir.printer import first_names
+from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..ir.source import where as line_of
-from ..rewrites.rewriter import Rewriter, prerequisites, reordered
 from .base import Transform, byte_count, constructor, program_shardings
 
 Where = str | Callable[[str, torch.Tensor], bool]
@@ -94,7 +94,7 @@ def offload(
     return Offload(where, limit, across_steps)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Offload(Transform):
     """The transform that `offload` returns."""
 

@@ -15,7 +15,7 @@ from ..ir.graph import Eqn, Graph, Move, Var, used_once, users
 from ..ir.marks import ACCUMULATE
 from ..ir.op_facts import ADD, SCALES, is_view_or_cast
 from ..ir.pairing import pair
-from ..rewrites.rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 from .base import Transform, byte_count, check_number, constructor
 
 # Gradients, the user's means of them, and new state that varies over the ranks, such as the statistics of a batch norm.
@@ -81,7 +81,7 @@ def overlap_grads(
     return _OverlapGrads(bucket_bytes, max_matmuls_between, in_flight, update)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _OverlapGrads(Transform):
     bucket: int | str = "auto"
     max_matmuls_between: int | None = 8

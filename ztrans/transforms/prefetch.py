@@ -59,7 +59,7 @@ def prefetch(
     return _Prefetch(limit, in_flight, across_steps)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _Prefetch(Transform):
     memory: int | str = "auto"
     max_in_flight: int | None = None

@@ -18,7 +18,7 @@ from itertools import product
 from ..ir.graph import Eqn, Graph, Var, dce, used_once
 from ..ir.marks import GRADIENT
 from ..ir.op_facts import ADD, SCALES, adds_zero
-from ..rewrites.rewriter import Rewriter
+from ..ir.rewriter import Rewriter
 
 
 def reduce_once(graph: Graph) -> Graph:

@@ -96,7 +96,7 @@ def _check_policy(save: object) -> None:
         )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class _Remat(Transform):
     memory: int | str | None = None
     save: str | Saves | tuple[tuple[str, Demand], ...] | None = None

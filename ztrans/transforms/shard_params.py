@@ -2,7 +2,7 @@
 
 State is sharded between steps. Forward and backward gather parameters where they use them. Gradients are reduced where
 autograd returns them. The update runs on shards wherever a table of rules knows how, and elsewhere on whole values (see
-`sharding.rules`). A loss that is divided by a `psum` causes a warning.
+`ir.sharding_rules`). A loss that is divided by a `psum` causes a warning.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _one_axis(mesh: DeviceMesh | AbstractMesh, name: str, value: str) -> str:
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ShardParams(Transform):
     """The transform that `shard_params` returns."""
 

@@ -28,9 +28,9 @@ from ...ir.dependencies import depending
 from ...ir.graph import Eqn, Graph, Var, producers, users, variables
 from ...ir.op_facts import CAST, is_matmul, op_facts, rearranges
 from ...ir.pairing import pair
+from ...ir.rewriter import Rewriter
 from ...ir.verifier import check
 from ...ops import HALF
-from ...rewrites.rewriter import Rewriter
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default

@@ -30,9 +30,9 @@ from ...calling.leaf_records import Snapshot
 from ...ir.graph import Eqn, Graph, Var, producers
 from ...ir.liveness import liveness
 from ...ir.op_facts import CAST, op_facts
+from ...ir.rewriter import Rewriter
 from ...ir.verifier import check
 from ...ops import HALF
-from ...rewrites.rewriter import Rewriter
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""The walks over a program that put equations on shards: axes of leaves, layouts of values, sharding rules."""
+"""The walks over a program that put equations on shards, the axes of leaves, and the layouts of values."""

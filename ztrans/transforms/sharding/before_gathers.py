@@ -23,10 +23,10 @@ from ...ir.graph import Eqn, Graph, Partial, Provenance, Var, dce, producers, su
 from ...ir.layout import on_axis
 from ...ir.op_facts import CAST, is_random, op_facts, rearranges
 from ...ir.pairing import pair
+from ...ir.sharding_rules import rule
 from ...ir.structure import structure
 from ...rewrites.redistribute import redistribute
 from .rank_values import EndOfStep, RankValues, Reader
-from .rules import rule
 
 aten = torch.ops.aten
 

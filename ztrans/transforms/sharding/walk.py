@@ -22,7 +22,9 @@ from ...ir.layout import is_worth_splitting, on_axis
 from ...ir.marks import GRADIENT, REDUCTIONS
 from ...ir.op_facts import is_random
 from ...ir.printer import op_name
+from ...ir.registered_rules import NoRule
 from ...ir.rules import INVARIANT
+from ...ir.sharding_rules import Rule, rule
 from ...ir.source import where
 from ...ir.user_collectives import accepted_layouts, is_user_collective
 from ...ir.varying import varying, varying_by_leaf
@@ -30,8 +32,6 @@ from ...ops import EVERY_AXIS
 from ..base import program_shardings
 from .leaf_axes import LeafAxes
 from .rank_values import EndOfStep, RankValues
-from .registered_rules import NoRule
-from .rules import Rule, rule
 
 if TYPE_CHECKING:  # `shard_params` imports this module
     from ..shard_params import ShardParams

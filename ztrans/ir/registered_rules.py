@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial as DPartial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
-from ...ir.graph import Eqn, Partial, Placement, Split, Var, substitute
+from .graph import Eqn, Partial, Placement, Split, Var, substitute
 from .patterns import WHOLE, along, letters_of, parse
 
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
 from ztrans.ir.layout import localize, part
-from ztrans.transforms.sharding.rules import rule
+from ztrans.ir.sharding_rules import rule
 
 aten = torch.ops.aten
 RANKS = 3

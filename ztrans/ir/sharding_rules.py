@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ir.collectives import rules
-from ...ir.graph import Eqn, Partial, Placement, Split
-from ...ir.higher_order import functions
-from ...ir.layout import chunk, part
-from ...ir.nested import tensors_in
-from ...ir.op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
-from ...ir.operations import compute
+from .collectives import rules
+from .graph import Eqn, Partial, Placement, Split
+from .higher_order import functions
+from .layout import chunk, part
+from .nested import tensors_in
+from .op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
+from .operations import compute
 from .patterns import WHOLE, Pattern, along, letters_of, parse
 from .registered_rules import NoRule, registered_rule
 

@@ -7,9 +7,9 @@ from torch.distributed.tensor.experimental import register_sharding
 import ztrans as zt
 from ztrans.ir.graph import Eqn, Partial, Split, Var, substitute
 from ztrans.ir.layout import on_axis
-from ztrans.transforms.sharding.patterns import letters_of, parse
-from ztrans.transforms.sharding.registered_rules import NoRule
-from ztrans.transforms.sharding.rules import rule
+from ztrans.ir.patterns import letters_of, parse
+from ztrans.ir.registered_rules import NoRule
+from ztrans.ir.sharding_rules import rule
 
 aten = torch.ops.aten
 CUT = Split("dp")
