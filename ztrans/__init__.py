@@ -1,6 +1,7 @@
 """Composable function transforms of PyTorch train steps."""
 
 from . import ir, stages, testing
+from .eager_step import eager
 from .ir.layout import AbstractMesh
 from .ir.registered_rules import sharding_rule
 from .lift.lift import lift
@@ -31,10 +32,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
-    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "fuse_cast_gather", "global_mean",
-    "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmax", "pmean", "pmin",
-    "prefetch", "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages", "stop_on",
-    "testing", "write_back",
+    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "fuse_cast_gather",
+    "global_mean", "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmax",
+    "pmean", "pmin", "prefetch", "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages",
+    "stop_on", "testing", "write_back",
 ]  # fmt: skip
 
 

@@ -21,7 +21,12 @@ from .calling.inputs import Inputs, check_donation, check_memory, device_of
 from .calling.leaf_records import RECORDS, Snapshot, check_whole
 from .calling.meta_leaves import check_written
 from .calling.signature import Surroundings
-from .ir.ambient import refuse_inside, refuse_under_compile, without_autocast
+from .ir.ambient import (
+    refuse_anomaly_mode,
+    refuse_inside,
+    refuse_under_compile,
+    without_autocast,
+)
 from .ir.graph import Graph
 from .ir.layout import LeafSharding
 from .ir.micro_batches import micro_batch_programs
@@ -30,11 +35,12 @@ from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
 from .planning.realise import PlanError
+from .profiling.check_finite import NonFinite, first_non_finite
 from .profiling.profile import Profile, profile_step
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime import stop
-from .runtime.agreement import agree, everywhere, say_failure, step_of
+from .runtime.agreement import agree, agree_on_call, everywhere, say_failure, step_of
 from .runtime.communicators import usable_bytes
 from .runtime.contract import Contract, agree_on_plan, agree_on_program, update_hash
 from .runtime.cuda.half_weights import HalfWeights
@@ -150,6 +156,7 @@ class Compiled(Printed):
         recording = self.lowered.recording
         call = BoundCall.of(recording.function, args, kwargs)
         refuse_inside(self.lowered.graph.name, call)
+        refuse_anomaly_mode(self.lowered.graph.name)
         surroundings = Surroundings.of(recording.function)
         try:
             inputs = self.binding.match(call, surroundings)
@@ -203,6 +210,16 @@ class Compiled(Printed):
         tree = self.lowered.recording.tree_of_results(self.lowered.graph.added)
         return tree.children()[1]
 
+    @property
+    def _names_of_results(self) -> list[str]:
+        """The names of the leaves of the new state, and of the outputs."""
+        recording = self.lowered.recording
+        tree = recording.tree_of_results(self.lowered.graph.added)
+        state, output = pytree.tree_unflatten([0] * tree.num_leaves, tree)
+        paths = recording.signature.paths[: len(pytree.tree_leaves(state))]
+        outputs = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(output)]
+        return [*(f"the new {path}" for path in paths), *(f"the output{key}" for key in outputs)]
+
     @ends_at_user
     @without_autocast()
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
@@ -225,6 +242,60 @@ class Compiled(Printed):
                 local_program.session.drop_carried()
             planned = micro_batch_programs(self.lowered.graph).last
             return profile_step(runner, planned, self._mesh, tensors, steps)
+
+    @ends_at_user
+    @without_autocast()
+    def check_finite(self, *args: Any, **kwargs: Any) -> NonFinite | None:
+        """Find the first value that is not finite and reaches the new state, the loss or another output.
+
+        It runs one step on these arguments, equation by equation, and leaves the state and the random generators as
+        they are, so it needs the state from before the step that went wrong. All ranks must call it. It is slow, and
+        keeps the old state beside the new one. With "inductor" it runs the operations one by one.
+
+        Returns: the equation with its line, and the ranges of its operands, to print: the same on all ranks. None if
+            all results are finite.
+
+        Source: JAX's debug_nans, and PyTorch's detect_anomaly, which only sees backward.
+
+        >>> import ztrans as zt
+        >>> step = zt.Step.of(lambda state, x: (state - (x * state).log().sum(), x.sum()))
+        >>> found = step.check_finite(torch.ones(2), torch.tensor([-1.0, 2.0]))
+        >>> found.equation, found.results[0].nan
+        ('log: f32[2] = log(mul)', 1)
+        """
+        recording = self.lowered.recording
+        graph = self.lowered.graph
+        call = BoundCall.of(recording.function, args, kwargs)
+        with self._telling_refusals():
+            recording.check_fits(call)
+            inputs = self._inputs(call)
+        session = self._session
+        lock = self.binding.lock if session is None else session.lock
+        with one_thread(lock, graph.name), self._current_device(inputs.tensors):
+            if session is not None and self._mesh is not None:
+                check_launched(session, graph.name)
+                agree_on_call(self._mesh, f"check_finite of {graph.name}")
+            local_program = self.binding.local_program
+            if local_program is None:
+                local_program = self._new_local_program(inputs.tensors, inputs.state)
+                self.binding.local_program = local_program
+            runner = local_program.runner
+            tensors = inputs.tensors
+            if local_program.half_weights is not None:
+                tensors = local_program.half_weights.inserted(tensors)
+                local_program.half_weights.refresh(inputs)
+            names = self._names_of_results
+            if local_program.half_weights is not None:
+                n = len(inputs.state)
+                copies = ["a copy in half precision"] * len(local_program.half_weights.copies)
+                names = [*names[:n], *copies, *names[n:]]
+            # It writes nothing, so a failure leaves the state whole.
+            with ending_together(graph.name, inputs.state, session, Writes()):
+                if session is not None:
+                    session.drop_carried()
+                as_run = runner.executable.graph
+                placed = runner.placed(tensors)
+                return first_non_finite(as_run, runner, self._mesh, placed, names)
 
     def close(self) -> None:
         """Release the CUDA graph, the copies of `cast_ahead`, and the gathers that were started for the next step.

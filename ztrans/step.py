@@ -27,7 +27,8 @@ from .calling.inputs import Inputs, check_state
 from .calling.signature import Signature, Surroundings
 from .calling.trees import leaf_names
 from .compiled import Compiled
-from .ir.ambient import refuse_inside, refuse_under_compile
+from .eager_step import is_eager, run_eagerly
+from .ir.ambient import refuse_anomaly_mode, refuse_inside, refuse_under_compile
 from .ir.dependencies import grouped
 from .ir.layout import AbstractMesh, LeafSharding
 from .ir.source import user_source
@@ -36,6 +37,7 @@ from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
 from .planning.plan import Plan
 from .planning.realise import OtherProgramError, OverLimitError
+from .profiling.check_finite import NonFinite
 from .profiling.profile import Profile
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
@@ -388,6 +390,12 @@ class Step(Generic[P, R]):
         self._cache.remove_other_sizes(tuned.lowered.recording.signature)
         return profile
 
+    @ends_at_user
+    def check_finite(self, *args: P.args, **kwargs: P.kwargs) -> NonFinite | None:
+        """Find the first value that is not finite and reaches the results of a step. See `Compiled.check_finite`."""
+        compiled = self._program_on_all_ranks(*self._call_and_signature(args, kwargs))
+        return compiled.check_finite(*args, **kwargs)
+
     def eval(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return `evaluate(state, *batch) -> output`, which runs `fn` on the weights of a state of this step.
 
@@ -431,6 +439,9 @@ class Step(Generic[P, R]):
         function = self._function
         call = BoundCall.of(function, args, kwargs)
         refuse_inside(self.__name__, call)
+        if is_eager():
+            return cast("R", self._run_eagerly(call))
+        refuse_anomaly_mode(self.__name__)
         surroundings = Surroundings.of(function)
         try:
             # In a loop most calls are like the last one. A guard recognises them without computing a signature.
@@ -444,6 +455,14 @@ class Step(Generic[P, R]):
         except BaseException as error:
             leave_if_cut_off(self.mesh, step_of(self.__name__), error)
             raise
+
+    def _run_eagerly(self, call: BoundCall) -> tuple[Any, Any]:
+        """Run the function of the step in place of a program (see `eager_step`)."""
+        self._check_laid_out(call.state)
+        _, paths = self._state_names(call.state)
+        shardings = self.leaf_shardings(call.state)
+        mesh = self._device_mesh()
+        return run_eagerly(self.__name__, self.fn, call, self.transforms, mesh, paths, shardings)
 
     @ends_at_user
     def compiled(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:

@@ -93,6 +93,21 @@ def refuse_inside(name: str, arguments: Any) -> None:
         )
 
 
+def refuse_anomaly_mode(name: str) -> None:
+    """Refuse to run the program `name` under PyTorch's anomaly detection, which would find nothing.
+
+    Raises: RuntimeError inside torch.autograd.detect_anomaly.
+    """
+    if torch.is_anomaly_enabled():
+        raise RuntimeError(
+            f"{name}: called under torch.autograd.detect_anomaly, which watches autograd, and a program runs without "
+            f"autograd.\n"
+            f"To find the first NaN, print({name}.check_finite(state, *batch)): it names the equation, its line and "
+            f"its operands, in forward and in the update too. Or run the function of the step, where detect_anomaly "
+            f"works: with zt.eager(): ..."
+        )
+
+
 def _has_tangent(arguments: Any) -> bool:
     """Whether a tensor among the arguments is a dual tensor of forward-mode differentiation."""
     for x in pytree.tree_leaves(arguments):

@@ -210,7 +210,7 @@ def to_fx(
     """The program of one rank (rank 0 without a mesh) as an FX module with flat inputs and outputs.
 
     A collective becomes a submodule that starts it, and calls of `wait`. `meta["eqn"]` of a node is the first
-    equation that it runs.
+    equation that it runs, and `meta["values"]` has the values that the node computes.
 
     Args:
         graph: the program.
@@ -269,6 +269,9 @@ def to_fx(
     _put_copies(emission, graph, copies)
     out.output([emission.output(x) for x in graph.outputs])
     _add_metadata(units, [nodes[begin:end] for begin, end in pairwise(ends)])
+    for v, node in emission.nodes.items():
+        if isinstance(node, fx.Node):
+            node.meta.setdefault("values", []).append(v)
     for node in reversed(emission.elements):  # in reverse, because a scalar reads its vector
         if not node.users:
             out.erase_node(node)

@@ -126,7 +126,8 @@ def ending_together(
         if writes.begun:
             RECORDS.refuse(leaves, f"{step_name} failed with {kind}")
         if session is not None and isinstance(error, LostRank):
-            loss = session.lost(step_name, error)
+            # An exchange of values inside the step has left already, and its error says why.
+            loss = error if error.reason else session.lost(step_name, error)
             if writes.begun and loss.reason:
                 RECORDS.refuse(leaves, loss.reason)
             raise LostRank(f"{loss}\n{_remark_on_state(leaves)}", loss.reason) from error

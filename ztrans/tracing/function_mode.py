@@ -24,13 +24,12 @@ import torch.nn.functional as F
 from torch._C._functorch import TransformType, is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
-from torch.overrides import TorchFunctionMode
 
 from ..ir.graph import Var
 from ..ir.nested import tensors_in
 from ..ir.source import user_source
 from .errors import FAILURES, failed, operator_without_rule, outside_tensor
-from .gradient_marks import backward, check_differentiable, marked_gradients
+from .gradient_marks import BACKWARDS, MarkGradients, check_differentiable
 from .higher_order import call_closed
 from .known_values import storage_of
 from .tensor_scalars import with_tensor_scalar
@@ -39,11 +38,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SET_DATA: Callable = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that read the values of a tensor from outside of the step, with no operation that a dispatch mode could see.
 _READERS = (torch.Tensor.tolist, torch.tensor)
-_BACKWARDS = (torch.autograd.backward, torch.Tensor.backward)
-_DERIVATIVES = (torch.autograd.grad, *_BACKWARDS)
+_DERIVATIVES = (torch.autograd.grad, *BACKWARDS)
 
 
-class StepFunctions(TorchFunctionMode):
+class StepFunctions(MarkGradients):
     """Runs the functions of PyTorch that a step calls.
 
     Args:
@@ -74,8 +72,8 @@ class StepFunctions(TorchFunctionMode):
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
-        if func in _BACKWARDS:
-            return backward(*args, **kwargs, mode=self)
+        if func in _DERIVATIVES:
+            return self.run(func, args, kwargs)
         replacement = _REPLACEMENTS.get(func)
         if replacement is not None:
             return replacement(*args, **kwargs)
@@ -134,7 +132,6 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 _REPLACEMENTS: Mapping[Callable, Callable] = {
-    torch.autograd.grad: marked_gradients,
     _SET_DATA: _set_data,
     F.one_hot: _one_hot,
 }

@@ -151,6 +151,8 @@ def _settings() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # It would read the values of gradients.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         # Torch 2.11 has no context manager for this flag.
         stack.enter_context(patched(torch.compiler, _is_compiling_flag=True))
         # Code under torch.compile is traced like any other code.

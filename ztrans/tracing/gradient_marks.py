@@ -8,7 +8,7 @@ Private attributes of torch's objects are read here; checked on torch 2.11, 2.13
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,23 @@ from .. import ops
 from ..ir.dependencies import reachable
 from ..ir.source import user_source
 from .errors import no_gradient, sparse_gradient
+
+BACKWARDS = (torch.autograd.backward, torch.Tensor.backward)
+
+
+class MarkGradients(TorchFunctionMode):
+    """Marks the gradients that the functions of autograd return."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function of PyTorch, and mark the gradients that it returns."""
+        if func in BACKWARDS:
+            return backward(*args, **kwargs, mode=self)
+        if func is torch.autograd.grad:
+            return marked_gradients(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def check_differentiable(step: str, outputs: Any = None, tensors: Any = None, **_: Any) -> None:

@@ -148,7 +148,7 @@ class _FlatStep:
         tree = pytree.tree_structure(self.call.tree())
         arguments = pytree.tree_unflatten(_seen_by_step(self.leaves, tensors), tree)
         result = self.call.of_tree(arguments).run(self.fn)
-        _check_result(self.name, result, self.call.state)
+        check_result(self.name, result, self.call.state)
         return _local_results(self.state, *result)
 
 
@@ -292,7 +292,11 @@ def _annotated(graph: Graph, facts: Mapping[Eqn, Fact]) -> Graph:
     return checkpointed(graph, checkpoint, dropped) if dropped else graph
 
 
-def _check_result(name: str, result: Any, state: Any) -> None:
+def check_result(name: str, result: Any, state: Any) -> None:
+    """Check that a step has returned `(state, output)`, with the structure of the state that it was given.
+
+    Raises: ValueError if it has not.
+    """
     if not (isinstance(result, tuple) and len(result) == 2):
         kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise ValueError(
