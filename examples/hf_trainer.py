@@ -44,7 +44,8 @@ class ShardedTrainer(Trainer):
         self.step = fsdp(step)
         self.sharded = self.step.shard(state)
         if self.resumed:
-            self.sharded = zt.load(f"{self.resumed}/state", self.sharded, self.step)
+            extras = {"scheduler": self.lr_scheduler}
+            self.sharded = zt.load(f"{self.resumed}/state", self.sharded, self.step, extras=extras)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.step is None:
@@ -59,11 +60,10 @@ class ShardedTrainer(Trainer):
             self.model.save_pretrained(output_dir, state_dict=params)
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        zt.save(f"{output_dir}/state", self.sharded).result()
+        extras = {"scheduler": self.lr_scheduler}
+        zt.save(f"{output_dir}/state", self.sharded, extras=extras).result()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
         self.resumed = checkpoint
 
 

@@ -265,6 +265,15 @@ def test_wrong_options_are_refused():
         zt.chain(zt.prefetch)
     with pytest.raises(TypeError, match="applies to a train step"):
         zt.prefetch()(3)
+    with pytest.raises(TypeError, match="Lift the loop that trains it"):
+        zt.shard_params(mesh)(torch.nn.Linear(2, 1))
+
+
+def test_the_name_of_a_device_is_no_cluster():
+    step = zt.shard_params(zt.AbstractMesh(dp=2))(CASES["mlp_momentum"].step)
+    case = CASES["mlp_momentum"]
+    with pytest.raises(TypeError, match=re.escape("cluster='h100' is not a Cluster")):
+        step.lower(case.state(), *batches(case, 1)[0], cluster="h100")
 
 
 def test_pmean_over_an_axis_that_the_mesh_lacks_is_refused():
@@ -315,7 +324,7 @@ def test_full_tensors_as_state_are_refused(mesh):
         "state.params.0.weight: expected a DTensor [16, 6] laid out [Shard(dim=0)], got a full tensor"
         in str(e.value)
     )
-    assert "Call `state = train_step.shard(state)` once, before the loop." in str(e.value)
+    assert "Call `state = step.shard(state)` once, before the loop." in str(e.value)
 
 
 def test_state_with_another_layout_is_refused(mesh):

@@ -296,6 +296,10 @@ class Traced(Printed):
 
     def _before_sharding(self, cluster: Cluster | None) -> tuple[Graph, History]:
         """The program after the transforms that rewrite the traced program, and the stages up to there."""
+        if cluster is not None and not isinstance(cluster, Cluster):
+            raise TypeError(
+                f"lower: {cluster=} is not a Cluster. Name its links too: zt.cluster('h100', dp='infiniband')."
+            )
         device = cluster.device if cluster is not None else self._default_device()
         mesh = mesh_of(self.transforms)
         graph = self.graph.replace(zero_stage=stage_of(self.transforms))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -257,7 +258,7 @@ class Step(Generic[P, R]):
         """`fn` itself if it is a step, otherwise a step without transforms."""
         if isinstance(fn, Step):
             return fn
-        if not callable(fn):
+        if not callable(fn) or isinstance(fn, nn.Module):
             raise no_step(fn)
         return Step(fn)
 

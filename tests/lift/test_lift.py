@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.optim.lr_scheduler import StepLR
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
@@ -556,6 +557,11 @@ def test_wrong_uses_of_several_optimizers_are_refused():
         match=r"lift: expected an nn.Module, got list.\nCombine several modules in one, nn.ModuleList",
     ):
         zt.lift(loop_step, [*nets.values()], optimizers)
+    for wrong in (loop_step, optimizers[0].param_groups, StepLR(optimizers[0], 1)):
+        with pytest.raises(
+            TypeError, match="expected an optimizer, or a sequence of optimizers, got "
+        ):
+            zt.lift(loop_step, nets, wrong)
     with pytest.raises(
         ValueError,
         match=r"lift: G.0.weight is held by two optimizers; every parameter may have one",

@@ -72,6 +72,27 @@ def test_a_module_whose_weights_are_in_a_state_says_what_to_write(mesh, use):
     )
 
 
+def test_an_optimizer_whose_moments_are_in_a_state_has_no_state_dict(mesh):
+    """It would hold NaN for each moment, and a loop that loads these trains to NaN."""
+    model, optimizer, lifted, state = trained()
+    optimizer.state_dict()
+    step = zt.shard_params(mesh)(lifted)
+    state = step.shard(state)
+    with pytest.raises(WeightsInState) as error:
+        optimizer.state_dict()
+    assert str(error.value) == (
+        "the moments of AdamW are in the state of a step, and the optimizer has none.\n"
+        "  1. To save them: zt.save(path, state). Its extras hold the scheduler.\n"
+        "  2. To read the settings: optimizer.param_groups.\n"
+        "  3. To use the optimizer until the next step: zt.write_back(model, optimizer, step.unshard(state))."
+    )
+    zt.write_back(model, optimizer, step.unshard(state))
+    assert optimizer.state_dict()["state"][0]["exp_avg"].eq(0).all()
+    step(state, *batch())
+    with pytest.raises(WeightsInState):
+        optimizer.state_dict()
+
+
 def test_a_step_that_trains_without_shard_moves_the_weights_too():
     model, _, lifted, state = trained()
     zt.Step.of(lifted)(state, *batch())

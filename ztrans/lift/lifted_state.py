@@ -6,7 +6,7 @@ tensors in attributes of the module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,20 @@ State = dict[str, Any]
 
 
 def as_tuple(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
-    """One optimizer, several or none as a tuple."""
-    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    """One optimizer, several or none as a tuple.
+
+    Raises: TypeError for anything else, such as a scheduler or parameter groups.
+    """
+    if optimizer is None:
+        return ()
+    optimizers = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"expected an optimizer, or a sequence of optimizers, got {type(each).__name__}: "
+                f"lift(loop_step, model, optimizer), write_back(model, optimizer, state)."
+            )
+    return optimizers
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer], carry_grads: bool) -> State:

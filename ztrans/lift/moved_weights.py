@@ -4,7 +4,8 @@
 keep old weights, and their memory. So `Step.shard`, or else the first call of a step that trains, moves them: each
 parameter and each moment of an optimizer gives up its memory, and is one NaN that is expanded to its shape. Parameters
 stay the same objects, because optimizers, hooks and the user's code refer to them. Whoever then runs, saves, copies or
-loads the module gets an error that says what to write. `write_back` gives module and optimizers their values again.
+loads the module, or saves an optimizer, gets an error that says what to write. `write_back` gives module and optimizers
+their values again.
 
 Buffers keep their memory: most are small, and a trace may read their values.
 """
@@ -27,6 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _params = WeakIdKeyDictionary()
 # A module that has moved --> its hooks.
 _modules: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+# The optimizers that have a hook, which refuses as long as their moments are in a state.
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class WeightsInState(RuntimeError):
@@ -44,6 +47,9 @@ def move_to_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     ztrans.lift.moved_weights.WeightsInState: the weights of Linear are in the state of a step...
     """
     for optimizer in optimizers:
+        if optimizer not in _optimizers:
+            _optimizers.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         for entries in optimizer.state.values():
             entries.update(pytree.tree_map_only(torch.Tensor, _without_memory, dict(entries)))
     if model in _modules:
@@ -92,6 +98,18 @@ def _without_memory(x: torch.Tensor) -> torch.Tensor:
 def is_without_memory(x: torch.Tensor) -> bool:
     """Whether all elements of a tensor are one number in memory."""
     return x.numel() > 1 and not any(x.stride())
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """A hook that raises an error if an optimizer is saved while its moments are NaN in place of their values."""
+    for x in pytree.tree_leaves(list(optimizer.state.values())):
+        if isinstance(x, torch.Tensor) and is_without_memory(x):
+            raise WeightsInState(
+                f"the moments of {type(optimizer).__name__} are in the state of a step, and the optimizer has none.\n"
+                f"  1. To save them: zt.save(path, state). Its extras hold the scheduler.\n"
+                f"  2. To read the settings: optimizer.param_groups.\n"
+                f"  3. To use the optimizer until the next step: zt.write_back(model, optimizer, step.unshard(state))."
+            )
 
 
 class _Refusal:

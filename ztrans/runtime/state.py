@@ -378,7 +378,7 @@ def check_laid_out(
         raise TypeError(
             f"{name} was called with state that is not laid out for it. "
             f"{len(problems)} of {len(shardings)} leaves, including:\n{''.join(problems[:3])}"
-            f"Call `state = train_step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
+            f"Call `state = step.shard(state)` once, before the loop. A step takes its state first; zt.lift "
             f"makes such a step of the body of an ordinary loop."
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
@@ -394,6 +395,10 @@ def no_step(fn: object) -> TypeError:
     advice = ""
     if isinstance(fn, tuple):
         advice = "\nUnpack what lift returns: step, state = zt.lift(...)."
+    elif isinstance(fn, nn.Module):
+        advice = (
+            "\nLift the loop that trains it: step, state = zt.lift(loop_step, module, optimizer)."
+        )
     return TypeError(
         f"a transform applies to a train step, a function (state, batch) -> (state, output), and this is a "
         f"{type(fn).__name__}.{advice}"
