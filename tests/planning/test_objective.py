@@ -12,7 +12,7 @@ from tests.support.worlds import on_ranks
 from ztrans.planning.cluster import Link
 from ztrans.planning.durations import equation_seconds, messages
 from ztrans.planning.formulate import formulate, frame
-from ztrans.planning.plan import schedule_of
+from ztrans.planning.plan_names import schedule_of
 from ztrans.planning.play import play
 from ztrans.planning.simulate import simulate
 from ztrans.planning.skeleton import skeleton

@@ -21,7 +21,7 @@ from ztrans.planning.buffers import AT_START, AT_WAIT
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate, frame
-from ztrans.planning.plan import schedule_of
+from ztrans.planning.plan_names import schedule_of
 from ztrans.planning.realise import realise
 from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.loads import Loads

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import ztrans as zt
 from tests.support.programs import CASES
@@ -47,7 +48,7 @@ def test_a_saved_plan_replaces_an_old_one(tmp_path, monkeypatch):
     ({"reductions": [["a", "the end"]]}, """does not hold a plan (reductions holds ('a', 'the end'), which is not a pair of the names of members and of a place)."""),
     ({"dropped": [3]}, "does not hold a plan (dropped is (3,); it is a list of strings)."),
     ({"program": None}, "does not hold a plan (program is None; it is the hash of a program)."),
-    ({"gather": []}, "does not hold a plan (it has 'gather', which is not a field of a plan)."),
+    ({"gather": []}, "does not hold a plan (it has 'gather', which is not a field of a plan; the nearest is 'gathers')."),
     ({"update": "as written"}, "does not hold a plan (update is 'as written', and a program as written has no buckets)."),
 ])  # fmt: skip
 def test_a_file_with_other_types_is_refused(edits, message, tmp_path):
@@ -89,7 +90,7 @@ def test_a_plan_with_a_gather_that_starts_after_its_use_is_refused(tmp_path):
     wrong = dataclasses.replace(lowered.plan, gathers=(*rest, (members, "the end")))
     with pytest.raises(
         ValueError,
-        match=r"plan: the gather \[params.0.weight.full.*\] starts at the end, and is waited for at the start[ +\d]*: out of order",
+        match=r"plan: the gather \[params.0.weight.full.*\] cannot start at 'the end': it may start at 'the start' only",
     ):
         lowered.with_plan(wrong)
 
@@ -110,6 +111,83 @@ def test_a_plan_that_drops_the_first_gather_of_a_value_is_refused():
         match=r"plan: the gather \[params.0.weight.full\] is dropped, and no value is kept for it",
     ):
         lowered.with_plan(wrong)
+
+
+def refusal(lowered: zt.stages.Lowered, **edits) -> str:
+    """What the error of an edited plan says, without the name of the plan and the last line."""
+    with pytest.raises(ValueError) as caught:
+        lowered.with_plan(dataclasses.replace(lowered.plan, **edits))
+    text, advice = str(caught.value).split("\n")
+    assert advice == "Lower without the plan, and save it again."
+    return text.removeprefix("plan: ").removesuffix(".")
+
+
+def test_a_name_that_the_program_lacks_is_refused_with_the_nearest_one():
+    lowered = lower()
+    (members, place), *rest = lowered.plan.gathers
+    gathers = (((*members[:-1], "params.4.bais.full"), place), *rest)
+    assert refusal(lowered, gathers=gathers) == (
+        "the program has no gather 'params.4.bais.full'; the nearest is 'params.4.bias.full'"
+    )
+    assert refusal(lowered, dropped=("xyz",)) == "the program has no gather 'xyz'"
+    (members, place), *rest = lowered.plan.reductions
+    reductions = (((members[0].upper(), *members[1:]), place), *rest)
+    assert refusal(lowered, reductions=reductions).startswith(
+        f"the program has no reduction '{members[0].upper()}'"
+    )
+
+
+def test_a_collective_among_those_of_the_other_kind_is_refused_with_both_kinds():
+    lowered = lower()
+    gather, reduction = lowered.plan.gathers[0][0][0], lowered.plan.reductions[0][0][0]
+    (members, place), *rest = lowered.plan.gathers
+    gathers = (((*members, reduction), place), *rest)
+    among_gathers = f"'{reduction}' is a reduction, and stands among the gathers"
+    assert refusal(lowered, gathers=gathers) == among_gathers
+    assert refusal(lowered, dropped=(reduction,)) == among_gathers
+    (members, place), *rest = lowered.plan.reductions
+    reductions = (((*members, gather), place), *rest)
+    assert refusal(lowered, reductions=reductions) == (
+        f"'{gather}' is a gather, and stands among the reductions"
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed() -> zt.stages.Lowered:
+    """A step that casts one of its two parameters, so their messages have two dtypes."""
+
+    def step(params, x):
+        def loss(params):
+            h = torch.tanh(x.bfloat16() @ params["a"].bfloat16())
+            return (h.float() @ params["b"]).square().mean()
+
+        grads = torch.func.grad(loss)(params)
+        return {k: w - grads[k] for k, w in params.items()}, None
+
+    params = {name: torch.ones(8, 8) for name in "ab"}
+    return zt.chain(SHARD, *ALL)(step).lower(params, torch.ones(4, 8))
+
+
+def test_a_bucket_of_two_kinds_is_refused_with_the_properties_that_differ(mixed):
+    (a, place), (b, _) = mixed.plan.gathers
+    assert refusal(mixed, gathers=(((*a, *b), place),)) == (
+        "the gathers 'a.full' and 'b.full' are of two kinds and cannot share a bucket: dtype bf16 and its own"
+    )
+
+
+def test_a_wrong_place_is_refused_with_the_places_that_are_allowed(mixed):
+    first, (b, _) = mixed.plan.gathers
+    may_start = "it may start from 'the start' to 'matmul 1 + 2'"
+    assert refusal(mixed, gathers=(first, (b, "gradient 1"))) == (
+        f"the gather [b.full] cannot start at 'gradient 1': {may_start}"
+    )
+    assert refusal(mixed, gathers=(first, (b, "matmull 1"))) == (
+        f"the gather [b.full]: the program has no place 'matmull 1'; the nearest is 'matmul 1'; {may_start}"
+    )
+    ((reduced, _),) = mixed.plan.reductions
+    assert refusal(mixed, reductions=((reduced, "the start"),)) == (
+        "the reduction [b.grad, ... 1 more] cannot be waited for at 'the start': it may be waited for at 'gradient 1' only"
+    )
 
 
 def test_a_plan_that_does_not_fit_the_budget_is_refused():

@@ -181,7 +181,8 @@ def test_members_of_a_bucket_have_one_key():
     both = coalesce([a, b])
     assert both.outs == (*a.outs, *b.outs) and both.args == ([*a.ins, *b.ins],)
     with pytest.raises(
-        ValueError, match=r"coalesce: a\.full' and b\.full' share a bucket but have different keys"
+        ValueError,
+        match=r"coalesce: a\.full' and b\.full' share a bucket and differ in dtype its own and bf16",
     ):
         coalesce([a, wide])
 

@@ -13,7 +13,7 @@ from tests.support.worlds import batches, on_ranks, slices
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
 from ztrans.planning.formulate import formulate, frame
-from ztrans.planning.plan import schedule_of
+from ztrans.planning.plan_names import schedule_of
 from ztrans.planning.simulate import simulate
 from ztrans.planning.skeleton import skeleton
 
@@ -87,7 +87,10 @@ def test_the_last_bucket_of_a_place_may_say_so_too():
 def test_a_gather_cannot_say_so():
     lowered = planned()
     (names, _), *others = lowered.plan.gathers
-    with pytest.raises(ValueError, match="the program has no place 'the start, with the next'"):
+    with pytest.raises(
+        ValueError,
+        match="the program has no place 'the start, with the next'; it may start at 'the start' only",
+    ):
         edited(lowered, gathers=[[names, "the start" + WITH_NEXT], *others])
 
 

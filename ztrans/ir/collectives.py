@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from ..ops import HALF
 from .axes import members
 from .copies import is_copy, other_memory
 from .graph import (
+    DTYPES,
     Eqn,
     Layout,
     Partial,
@@ -567,8 +568,47 @@ def lane(eqn: Eqn) -> str:
     return f"{wire} {rules(eqn).lane}"
 
 
-def bucket_key(start: Eqn) -> tuple:
-    """The properties that all members of a bucket share, because they have one message and one equation.
+class BucketKey(NamedTuple):
+    """The properties that all members of a bucket share, because they have one message and one equation."""
+
+    operation: object
+    axis: str
+    role: str
+    dtype: torch.dtype | None  # of the message; None if it is the members' own
+    split_dims: tuple[int, ...]
+    # Of reductions only: gathers of several dtypes are sent as bytes (see `in_bytes`).
+    wire_dtype: torch.dtype | None = None
+    host_sum_dtype: torch.dtype | None = None
+    member_dtype: torch.dtype | None = None
+    result_dtype: torch.dtype | None = None
+    reduction: str = ""
+    terms: tuple[str, ...] = ()
+
+    def differences(self, other: BucketKey) -> str:
+        """The properties that differ, each with both values.
+
+        >>> key = BucketKey(ALL_GATHER, "dp", "param", torch.bfloat16, (0,))
+        >>> key.differences(key._replace(axis="tp", dtype=None))
+        'axis dp and tp, dtype bf16 and its own'
+        """
+        texts = []
+        for name, mine, others in zip(self._fields, self, other):
+            if mine != others:
+                texts.append(f"{name.replace('_', ' ')} {_text(mine)} and {_text(others)}")
+        return ", ".join(texts)
+
+
+def _text(x: object) -> str:
+    """A property of a bucket as text."""
+    if isinstance(x, torch.dtype):
+        return DTYPES.get(x, str(x))
+    if isinstance(x, tuple):
+        return ", ".join(map(str, x)) or "none"
+    return "its own" if x is None else str(x)
+
+
+def bucket_key(start: Eqn) -> BucketKey:
+    """The key of a collective: collectives with equal keys may share a bucket.
 
     >>> from ztrans.ir import Provenance
     >>> w = Var("w", torch.float32, (4, 2), (Split("dp"),))
@@ -579,17 +619,16 @@ def bucket_key(start: Eqn) -> tuple:
     axis = start.kwargs["axis"]
     placements = [p for p in (*member.layout, *future.layout) if p.axis == axis]
     dims = tuple(p.dim for p in placements if isinstance(p, Split))
-    key = (start.op, axis, role(start), start.kwargs.get("dtype"), dims)
+    key = BucketKey(start.op, axis, role(start), start.kwargs.get("dtype"), dims)
     if rules(start).moves:
-        return key  # members of several dtypes are sent as bytes (see `in_bytes`)
-    return (
-        *key,
-        wire_dtype(start, member),
-        host_sum_dtype(start, member),
-        member.dtype,
-        future.dtype,
-        start.kwargs["op"],
-        tuple(p.op for p in placements if isinstance(p, Partial)),
+        return key
+    return key._replace(
+        wire_dtype=wire_dtype(start, member),
+        host_sum_dtype=host_sum_dtype(start, member),
+        member_dtype=member.dtype,
+        result_dtype=future.dtype,
+        reduction=start.kwargs["op"],
+        terms=tuple(p.op for p in placements if isinstance(p, Partial)),
     )
 
 
@@ -626,7 +665,8 @@ def coalesce(starts: Sequence[Eqn]) -> Eqn:
     for start in starts:
         if bucket_key(start) != bucket_key(first):
             names = f"{first.out.name} and {start.out.name}"
-            raise ValueError(f"coalesce: {names} share a bucket but have different keys.")
+            differences = bucket_key(first).differences(bucket_key(start))
+            raise ValueError(f"coalesce: {names} share a bucket and differ in {differences}.")
 
     members: list[Var] = []
     outs: list[Var] = []

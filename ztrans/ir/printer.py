@@ -8,9 +8,10 @@ of a program print differently only where a pass changed the program.
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -73,6 +74,16 @@ def fold(items: Sequence[str], size: str = "") -> str:
     if len(items) < 2:
         return "".join(items)
     return f"{items[0]}, ... {len(items) - 1} more{size}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a wrong name: the name that was probably meant, or nothing.
+
+    >>> nearest("params.up.ful", ["params.up.full", "params.down.full"]), nearest("up", ["w", "b"])
+    ("; the nearest is 'params.up.full'", '')
+    """
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; the nearest is {close[0]!r}" if close else ""
 
 
 def wrap(line: str, room: int = WIDTH) -> list[str]:

@@ -25,7 +25,8 @@ from .early_updates import with_early_updates
 from .formulate import formulate
 from .levers import lever_notes, pulled_levers
 from .limit import DoesNotFit, does_not_fit
-from .plan import WRITTEN, Plan, buckets_by_name
+from .plan import WRITTEN, Plan
+from .plan_names import buckets_by_name
 from .realise import realise, without_hints
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule

@@ -14,22 +14,16 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..ir.printer import WIDTH, fold, wrap
+from ..ir.printer import WIDTH, fold, nearest, wrap
 from ..ir.wire_traffic import WireTraffic
-from .levers import all_gathers
-from .skeleton import Skeleton
-from .solver.problem import Bucket, Problem, Schedule
-from .solver.validate import ScheduleError, validate
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
-_WITH_NEXT = ", with the next"  # after the place of a reduction
 _MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
 MemberNames = tuple[str, ...]
@@ -147,14 +141,15 @@ class Plan:
                 raise ValueError(f"plan: it has no {name!r}.")
         for name in decoded:
             if name not in fields:
-                raise ValueError(f"plan: it has {name!r}, which is not a field of a plan.")
+                is_near = nearest(name, fields)
+                raise ValueError(f"plan: it has {name!r}, which is not a field of a plan{is_near}.")
         return Plan(**{name: _frozen(value) for name, value in decoded.items()})
 
     @property
     def lever_options(self) -> tuple[str, ...]:
         """What its levers use, from the names of the gathers: they end in "@dp/8" if 8 neighbours keep parts."""
         options: dict[str, None] = {}
-        for name in (*_member_names(self.gathers), *self.dropped):
+        for name in (*member_names(self.gathers), *self.dropped):
             _, at, option = name.rpartition("@")
             if at:
                 options[option] = None
@@ -198,7 +193,7 @@ class Plan:
         return f"Plan({', '.join(parts)}, update={self.update!r})"
 
 
-def _member_names(buckets: NamedBuckets) -> list[str]:
+def member_names(buckets: NamedBuckets) -> list[str]:
     """The names of the members of all buckets, in order."""
     return list(chain.from_iterable(members for members, _ in buckets))
 
@@ -208,7 +203,7 @@ def _summary(plan: Plan) -> list[str]:
     counts = []
     for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
         if buckets:
-            counts.append(f"{len(_member_names(buckets))} {kind} in {len(buckets)} buckets")
+            counts.append(f"{len(member_names(buckets))} {kind} in {len(buckets)} buckets")
     if plan.dropped:
         counts.append(f"{len(plan.dropped)} gathers dropped")
     if plan.recomputed:
@@ -289,112 +284,3 @@ def _is_bucket(value: object) -> bool:
         return False
     members, place = value
     return _are_strings(members) and bool(members) and isinstance(place, str)
-
-
-# Between names and numbers.
-
-
-def buckets_by_name(
-    s: Skeleton, problem: Problem, schedule: Schedule
-) -> tuple[NamedBuckets, NamedBuckets, MemberNames]:
-    """A schedule by name: gathers and their starts, reductions and their waits, and dropped gathers."""
-    places = s.place_names
-    gathers = []
-    for bucket in schedule.gathers:
-        names = tuple(all_gathers(s)[i].name for i in bucket.members)
-        gathers.append((names, places[bucket.start]))
-    reductions = []
-    for bucket in schedule.reductions:
-        names = tuple(s.reductions[i].name for i in bucket.members)
-        suffix = _WITH_NEXT if bucket.with_next else ""
-        reductions.append((names, f"{places[bucket.wait]}{suffix}"))
-
-    # In the order of the dropped gathers. A lever that sends others in their place has these in buckets.
-    levers = sorted((problem.levers[i] for i in schedule.levers), key=lambda lever: lever.drops)
-    dropped = tuple(lever.name for lever in levers if not lever.sends)
-    return tuple(gathers), tuple(reductions), dropped
-
-
-def schedule_of(plan: Plan, s: Skeleton, problem: Problem) -> Schedule:
-    """The schedule of a plan, for a program that has its names.
-
-    With another batch size, a program may have other operations between two landmarks. There a bucket moves to the
-    nearest place between the same landmarks where it may start, or be waited for.
-
-    Raises:
-        ScheduleError: a name or a place is wrong.
-    """
-    gather = {collective.name: i for i, collective in enumerate(all_gathers(s))}
-    reduction = {collective.name: i for i, collective in enumerate(s.reductions)}
-    # The levers that send nothing, which a plan names among what it drops.
-    lever_of = {lever.name: i for i, lever in enumerate(problem.levers) if not lever.sends}
-    gather_names = _member_names(plan.gathers)
-    _check_names("gather", gather_names, gather)
-    _check_names("gather", (*gather_names, *plan.dropped), {**gather, **lever_of})
-    _check_names("reduction", _member_names(plan.reductions), reduction)
-
-    levers = set()
-    for name in plan.dropped:
-        if name not in lever_of:
-            raise ScheduleError(f"the gather [{name}] is dropped, and no value is kept for it")
-        levers.add(lever_of[name])
-    for name in gather_names:
-        if gather[name] in problem.sent_by:
-            levers.add(problem.sent_by[gather[name]])
-    dropped = problem.dropped(levers)
-    sent = [name for name, i in gather.items() if i not in dropped]
-    _check_complete("gather", plan.gathers, sent)
-    _check_complete("reduction", plan.reductions, reduction)
-
-    gathers = []
-    for names, place in plan.gathers:
-        members = tuple(gather[name] for name in names)
-        use = min(problem.gathers[i].use for i in members)
-        release = max(problem.gathers[i].release for i in members)
-        gathers.append(Bucket(members, _place(s, place, names, release, use), use))
-    reductions = []
-    for names, place in plan.reductions:
-        members = tuple(reduction[name] for name in names)
-        start = max(problem.reductions[i].born for i in members) + 1
-        deadline = min(problem.reductions[i].deadline for i in members)
-        wait = _place(s, place.removesuffix(_WITH_NEXT), names, start, deadline)
-        reductions.append(Bucket(members, start, wait, place.endswith(_WITH_NEXT)))
-    schedule = Schedule(tuple(gathers), tuple(reductions), frozenset(levers))
-    validate(problem, schedule)
-    return schedule
-
-
-def _check_names(kind: str, names: Iterable[str], known: Container[str]) -> None:
-    """Check that a program has all names, and that none comes twice.
-
-    Raises: ScheduleError
-    """
-    earlier: set[str] = set()
-    for name in names:
-        if name not in known:
-            raise ScheduleError(f"the program has no {kind} {name!r}")
-        if name in earlier:
-            raise ScheduleError(f"it names the {kind} {name!r} twice")
-        earlier.add(name)
-
-
-def _check_complete(kind: str, buckets: NamedBuckets, names: Iterable[str]) -> None:
-    """Check that every name is in a bucket.
-
-    Raises: ScheduleError if one is not.
-    """
-    placed_names = set(_member_names(buckets))
-    for name in names:
-        if name not in placed_names:
-            raise ScheduleError(f"the {kind} {name!r} is missing")
-
-
-def _place(s: Skeleton, name: str, members: MemberNames, earliest: int, latest: int) -> int:
-    """The number of a place, moved between `earliest` and `latest` if its landmarks allow it."""
-    place_range = s.place_range(name)
-    if place_range is None:
-        raise ScheduleError(f"the program has no place {name!r}, where [{', '.join(members)}] is")
-    place, first, last = place_range
-    if first <= latest and earliest <= last:
-        return min(max(place, earliest), latest)
-    return place

@@ -21,7 +21,8 @@ from .eager_updates import EagerGroup, eager_groups
 from .early_updates import with_early_updates
 from .formulate import frame
 from .levers import all_gathers, pulled_levers
-from .plan import WRITTEN, Plan, schedule_of
+from .plan import WRITTEN, Plan
+from .plan_names import schedule_of
 from .skeleton import Skeleton, skeleton
 from .solver.problem import Problem, Schedule
 from .solver.tape import Event, Kind, tape

@@ -196,7 +196,7 @@ class Skeleton:
         digest = hashlib.sha256(header(self.graph).encode())
         for collective in (*self.gathers, *self.reductions):
             start = collective.start
-            digest.update(f"{collective.name} {bucket_key(start)}".encode())
+            digest.update(f"{collective.name} {tuple(bucket_key(start))}".encode())
             if role(start) not in ("output", "pmean"):  # these may have the shape of the batch
                 digest.update(repr(start.ins[0].type).encode())
         digest.update(" ".join(name for _, name in self.landmarks).encode())

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...ir.graph import Graph, Hints, Var
-from ...ir.printer import format_bytes, format_seconds
+from ...ir.printer import format_bytes, format_seconds, nearest
 from ...ir.verifier import ProgramError
 from ...rewrites.keep_on_host import values_for_backward
 from ...rewrites.recompute import recompute, repeatable
@@ -283,7 +283,7 @@ def with_recomputation(graph: Graph, plan: Plan) -> Graph:
         if name not in values:
             raise OtherProgramError(
                 f"{plan.title}: it recomputes {name!r}, and the program has no such value of forward that backward "
-                f"may recompute.\nLower without the plan, and save it again."
+                f"may recompute{nearest(name, values)}.\nLower without the plan, and save it again."
             )
     return recompute(graph, {values[name] for name in plan.recomputed})
 
@@ -303,6 +303,6 @@ def values_on_host(plan: Plan, hinted: Graph) -> set[Var]:
         if name not in values:
             raise OtherProgramError(
                 f"{plan.title}: it moves {name!r} to the host, and the program has no such value of forward that only "
-                f"backward reads later.\nLower without the plan, and save it again."
+                f"backward reads later{nearest(name, values)}.\nLower without the plan, and save it again."
             )
     return {values[name] for name in plan.on_host}

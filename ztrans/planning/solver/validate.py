@@ -6,7 +6,7 @@ Memory is counted in the program that is written from the schedule (see `cost.me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ..buffers import Buffer, live_by_slot
@@ -23,7 +23,7 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     Raises:
         ScheduleError: a limit is not kept. The text names members and places.
     """
-    _check_levers(problem, schedule)
+    check_levers(problem, schedule.levers)
     dropped = problem.dropped(schedule.levers)
     _check_buckets(problem, "gather", schedule.gathers, problem.gathers, dropped)
     _check_buckets(problem, "reduction", schedule.reductions, problem.reductions, frozenset())
@@ -40,20 +40,24 @@ def validate(problem: Problem, schedule: Schedule) -> None:
     _check_between(problem, schedule)
 
 
-def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
-    """The members of a bucket by name, or by number if they have none."""
-    return f"[{', '.join(messages[i].name or str(i) for i in members)}]"
+def check_levers(problem: Problem, levers: Iterable[int]) -> None:
+    """Verify that at most one lever drops each gather, and keeps either the whole value for it or a part.
 
-
-def _check_levers(problem: Problem, schedule: Schedule) -> None:
-    """Verify that at most one lever drops each gather, and keeps either the whole value for it or a part."""
-    times = Counter(problem.levers[i].drops for i in schedule.levers)
+    Raises:
+        ScheduleError: two levers drop the same gather.
+    """
+    times = Counter(problem.levers[i].drops for i in levers)
     dropped_twice = [i for i, count in times.items() if count > 1]
     if dropped_twice:
         names = _names(problem.gathers, dropped_twice)
         raise ScheduleError(
             f"the gather {names} is replaced by another one, and dropped or replaced again"
         )
+
+
+def _names(messages: Sequence[Gather | Reduction], members: Sequence[int]) -> str:
+    """The members of a bucket by name, or by number if they have none."""
+    return f"[{', '.join(messages[i].name or str(i) for i in members)}]"
 
 
 def _check_buckets(
