@@ -1,6 +1,6 @@
 """Replicas that train apart on two hosts of two ranks: saved, resumed and synchronized. Prints a line of JSON a rank.
 
-torchrun --standalone --nproc-per-node 4 tests/support/replicas.py
+torchrun --standalone --nproc-per-node 4 tests/support/replicas.py STAGE
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def shared_folder() -> Path:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = zt.make_mesh("cpu", host=2, dp=-1)
-    step = zt.chain(zt.shard_params(mesh, independent_axis="host"), zt.overlap_grads())(local_step)
+    shard = zt.shard_params(mesh, stage=int(sys.argv[1]), independent_axis="host")
+    step = zt.chain(shard, zt.overlap_grads())(local_step)
     folder = shared_folder()
     current = step.shard(state())
     for xs in batches(2):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+import ztrans as zt
 from tests.test_docs import ROOT, blocks
 
 RANK = int(os.environ.get("RANK", 0))
@@ -53,6 +54,21 @@ def bits(state) -> str:
     return b"".join(leaves).hex()
 
 
+def others(folder: Path) -> dict:
+    """Values that differ from rank to rank, and extras that only some ranks have."""
+    step = zt.shard_params(zt.make_mesh("cpu", dp=-1))(lambda state: (state, None))
+    state = step.shard({"w": torch.ones(4)})
+    zt.save(folder / "c", state, extras={"rank": RANK, "all": [5]}).result()
+    extras = {"rank": None, "all": None}
+    zt.load(folder / "c", state, step, extras=extras)
+    try:
+        zt.save(folder / "d", state, extras={"all": 1, f"only {RANK}": 1})
+        error = ""
+    except RuntimeError as unlike:
+        error = str(unlike)
+    return {"extras": extras, "error": error}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
@@ -61,6 +77,7 @@ if __name__ == "__main__":
         state, losses = train(folder / "b", Samples(), STEPS)
         kept = sorted(path.name for path in (folder / "b").iterdir())
         row = {"rest": losses, "state": bits(state), "draws": torch.rand(3).tolist(), "kept": kept}
+        row |= others(folder)
     else:
         state, losses = train(folder / "a", Samples(), STEPS)
         row = {"whole": losses, "state": bits(state), "draws": torch.rand(3).tolist()}

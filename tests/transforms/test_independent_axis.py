@@ -13,6 +13,7 @@ import ztrans as zt
 from tests.support import dtensors
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, clone, distance
+from ztrans.ir.layout import as_tensor
 from ztrans.runtime.state import with_replicas
 
 HOSTS = zt.AbstractMesh(host=2, dp=2)
@@ -75,6 +76,8 @@ def test_replicas_train_apart_and_become_equal_where_the_step_says_so(stage):
             for p in new["params"].values():
                 assert torch.equal(p[0], p[1])
             assert any(not torch.equal(m[0], m[1]) for m in new["moved"].values())
+        if number == 3:
+            check_bits_of_a_host_alone(new, stage)
     hosts, losses = own_loops(5)
     for host in range(2):
         replica = pytree.tree_map(lambda x, host=host: x[host], new)
@@ -84,6 +87,64 @@ def test_replicas_train_apart_and_become_equal_where_the_step_says_so(stage):
             own = ranks[2 * host : 2 * host + 2]
             assert torch.equal(*own) and torch.allclose(own[0], truth[host])
     assert not apart.cost_analysis().over("host"), "nothing is sent between hosts"
+
+
+def check_bits_of_a_host_alone(new: dict, stage: int) -> None:
+    """After three steps a replica has the bits of the same step on the two ranks of its host."""
+    alone = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2), stage=stage), *ALL)(local_step)
+    lowered = alone.lower(state(), batches(1)[0][0], False)
+    for host in range(2):
+        truth = state()
+        for xs in batches(3):
+            truth, _ = lowered.lockstep(truth, [(x, False) for x in xs[2 * host : 2 * host + 2]])
+        for x, y in zip(pytree.tree_leaves(new), pytree.tree_leaves(truth), strict=True):
+            assert torch.equal(x[host], torch.as_tensor(y))
+
+
+def test_a_second_step_on_the_same_state_synchronizes():
+    def sync(state):
+        params = {k: zt.pmean(p, "host") for k, p in state["params"].items()}
+        return {**state, "params": params}, None
+
+    lowered = zt.shard_params(HOSTS, independent_axis="host")(sync).lower(state())
+    two = pytree.tree_map(lambda x: torch.stack([as_tensor(x), as_tensor(x) + 1]), state())
+    new, _ = lowered.lockstep(two, [()] * 4)
+    for key, p in state()["params"].items():
+        assert torch.allclose(new["params"][key], (p + 0.5).expand(2, *p.shape))
+    assert torch.equal(new["lr"], two["lr"])
+    assert lowered.cost_analysis().over("host") == (3 * 5 + 3) * 4, (
+        "bytes: each rank sends its part"
+    )
+
+
+def test_a_lifted_loop_of_replicas():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop_step(x, is_last):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if is_last:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(zt.pmean(p, "host"))
+        return loss
+
+    step, first = zt.lift(loop_step, model, optimizer)
+    new = first
+    step = zt.chain(zt.shard_params(HOSTS, independent_axis="host"), *ALL)(step)
+    for is_last, xs in zip((False, True), batches(2)):
+        lowered = step.lower(first, xs[0], is_last)
+        new, losses = lowered.lockstep(new, [(x, is_last) for x in xs])
+        assert torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
+        are_equal = [torch.equal(p[0], p[1]) for p in new["params"].values()]
+        assert are_equal == [is_last] * 6
+    assert not torch.equal(*new["buffers"]["1.running_mean"]), "a statistic of each host's samples"
 
 
 def test_the_types_of_the_leaves_say_so():
@@ -201,10 +262,13 @@ def test_a_leaf_of_replicas_is_saved_with_a_dim_of_them():
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_replicas_are_saved_and_resume_with_their_bits(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "stage"),
+    [(2, 3), *(pytest.param(4, stage, marks=pytest.mark.exhaustive) for stage in (0, 3))],
+)
+def test_replicas_are_saved_and_resume_with_their_bits(ranks, stage):
     """Two hosts train apart, save, go on, and load."""
-    rows = run_ranks(ranks, "replicas.py")
+    rows = run_ranks(ranks, "replicas.py", str(stage))
     assert [row["rank"] for row in rows] == list(range(ranks))
     for row in rows:
         assert row["differ"] and row["shape"] == [2, 6, 5]

@@ -182,4 +182,15 @@ def test_the_loop_of_the_page_resumes_bit_for_bit(tmp_path):
         assert before["state"] == after["state"]
         assert before["draws"] == after["draws"], "the states of the generators at the end"
         assert after["kept"] == ["step-10", "step-12"]
+        assert "rank 0 has all, only 0, and rank 1 has all, only 1.\n" in after["error"]
     assert begun[0]["draws"] != begun[1]["draws"]
+    assert [row["extras"] for row in resumed] == [{"rank": k, "all": [5]} for k in range(2)]
+    # On one rank, what was the same on both.
+    nothing = lambda extras: zt.load(tmp_path / "c", {}, lambda state: state, extras=extras)
+    shared = {"all": None}
+    nothing(shared)
+    assert shared == {"all": [5]}
+    with pytest.raises(
+        ValueError, match=r"'rank' differs from rank to rank.* saved by 2 ranks; this"
+    ):
+        nothing({"rank": None})
