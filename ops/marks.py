@@ -3,6 +3,7 @@
     gradient(g, p)   marks `g` as the gradient for `p`, a tensor of the same shape.  ->  g
     pmean(x, axis)   asks for the mean of `x` over a mesh axis; "*" means all axes of the sharding.  ->  a tensor like x
     psum(x, axis)    asks for the sum, pmax(x, axis) for the maximum, pmin(x, axis) for the minimum
+    pvary(x, like)   says that `x` belongs to the samples of `like`, as the parameters of a task in MAML do
 
 With `gradient` no transform has to guess which values are gradients. The derivative of the mark marks the cotangent: a
 transform that averages `g` over ranks must average the cotangent too, because averaging is its own transpose. Under
@@ -38,6 +39,7 @@ _define("pmean", "Tensor x, str axis")
 _define("psum", "Tensor x, str axis")
 _define("pmax", "Tensor x, str axis")
 _define("pmin", "Tensor x, str axis")
+_define("pvary", "Tensor x, Tensor like")
 
 
 class _Gradient(torch.autograd.Function):
@@ -97,6 +99,29 @@ def _linear(x: torch.Tensor, name: str, axis: str) -> torch.Tensor:
             f"Detach the value first, zt.{name}(x.detach()), for example to shift the logits of a softmax."
         )
     return _Reduce.apply(x, name, axis)
+
+
+class _Vary(torch.autograd.Function):
+    @staticmethod
+    def forward(x, like):
+        return torch.ops.ztrans.pvary.default(x, like)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        # The gradient of `x` itself is that of all samples, and is marked where autograd returns it.
+        return cotangent, None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info, dims, x, like):
+        return x.view_as(x), dims[0]
 
 
 def gradient(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -170,6 +195,24 @@ def _extreme(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
         if isinstance(x, torch.Tensor) and x.is_complex():
             raise TypeError(f"{name}: complex values have no order; reduce their absolute values.")
     return _reduced(name, tree, axis)
+
+
+def pvary(tree: Any, like: torch.Tensor) -> Any:
+    """Every tensor of `tree` as a value of these samples, as `jax.lax.pvary`; in a plain step the identity.
+
+    A gradient of the state is averaged over the ranks. The gradient of a value that varies from rank to rank is not: it
+    belongs to the samples of this rank. So the parameters of a task in MAML are `pvary(params, x)`, where `x` is the
+    batch of the task, and the gradients of its inner steps are those of the task. The gradient of the outer loss passes
+    through to the parameters, and is averaged.
+
+    Args:
+        tree: tensors, in any pytree.
+        like: a tensor of the batch, or one that is computed from it.
+
+    >>> pvary({"w": torch.ones(2)}, like=torch.zeros(3))
+    {'w': tensor([1., 1.])}
+    """
+    return pytree.tree_map_only(torch.Tensor, lambda x: _Vary.apply(x, like), tree)
 
 
 def global_mean(

@@ -6,7 +6,7 @@ from .ir.layout import AbstractMesh
 from .ir.registered_rules import sharding_rule
 from .lift.lift import lift
 from .lift.lifted_state import write_back
-from .ops import global_mean, pmax, pmean, pmin, psum
+from .ops import global_mean, pmax, pmean, pmin, psum, pvary
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.plan import Plan
 from .profiling.calibrate import calibrate
@@ -34,8 +34,8 @@ __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "fuse_cast_gather",
     "global_mean", "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmax",
-    "pmean", "pmin", "prefetch", "psum", "remat", "request_stop", "save", "shard_params", "sharding_rule", "stages",
-    "stop_on", "testing", "write_back",
+    "pmean", "pmin", "prefetch", "psum", "pvary", "remat", "request_stop", "save", "shard_params", "sharding_rule",
+    "stages", "stop_on", "testing", "write_back",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from ztrans.ir.copies import COPY_WAIT, TO_DEVICE, TO_HOST
 from ztrans.ir.donation import donation, first_write
 from ztrans.ir.graph import Eqn, Graph, Partial, Primitive, Provenance, Split, Var
 from ztrans.ir.liveness import liveness
-from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM
+from ztrans.ir.marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMEAN, PSUM, PVARY
 from ztrans.ir.pairing import pair
 from ztrans.ir.routes import Hosts
 from ztrans.ir.rules import Kind
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 RANKS = 4
 
 STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-MARKS = (GRADIENT, PMEAN, PSUM, ACCUMULATE, JOIN, KEEP)
+MARKS = (GRADIENT, PMEAN, PSUM, PVARY, ACCUMULATE, JOIN, KEEP)
 PRIMITIVES = (*STARTS, WAIT, SHARD, *MARKS, TO_HOST, TO_DEVICE, COPY_WAIT)
 
 

@@ -46,7 +46,7 @@ from .graph import (
 )
 from .interpreter import evaluate, lockstep
 from .layout import LeafSharding
-from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMAX, PMEAN, PMIN, PSUM
+from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PMAX, PMEAN, PMIN, PSUM, PVARY
 from .micro_batches import MicroBatchPrograms, micro_batch_programs
 from .op_facts import is_matmul, is_random, is_view
 from .pairing import pair
@@ -57,7 +57,7 @@ from .structure import structure
 from .verifier import ProgramError, check
 
 __all__ = [
-    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM",
+    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM", "PVARY",
     "REDUCE_SCATTER", "SHARD", "TO_DEVICE", "TO_HOST", "WAIT",
     "Eqn", "Graph", "Hints", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial", "Primitive",
     "ProgramError", "Provenance", "Rewriter", "Rules", "Split", "Start", "Var",

@@ -4,6 +4,7 @@ A transform that shards a program replaces these marks by reductions; otherwise 
 
     g = gradient(g0, w)                   g0 is the gradient of w
     y = pmean(x, axis)                    zt.pmean, psum, pmax or pmin in the user's step; "*" stands for all axes
+    v = pvary(w, x)                       zt.pvary: w as a value of the samples of x, so its gradient is not reduced
 
 A program that runs once for each micro-batch has these marks (see `micro_batches`):
 
@@ -56,6 +57,14 @@ class Reduced(Mark):
         return axes_of.get(value, INVARIANT) - {*members(axis)}
 
 
+class Varied(Mark):
+    """Rules of pvary: the value varies where the second one does."""
+
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
+        value, like = eqn.args
+        return axes_of.get(value, INVARIANT) | axes_of.get(like, INVARIANT)
+
+
 class Accumulate(Memberwise):
     """Rules of accumulate: the sum has a storage of its own."""
 
@@ -84,6 +93,7 @@ PMEAN = Primitive("pmean", Reduced())
 PSUM = Primitive("psum", Reduced())
 PMAX = Primitive("pmax", Reduced())
 PMIN = Primitive("pmin", Reduced())
+PVARY = Primitive("pvary", Varied())
 ACCUMULATE = Primitive("accumulate", Accumulate())
 JOIN = Primitive("join", Join())
 KEEP = Primitive("keep", Mark())
@@ -91,8 +101,26 @@ KEEP = Primitive("keep", Mark())
 REDUCTIONS: Mapping[Any, str] = {PMEAN: "mean", PSUM: "sum", PMAX: "max", PMIN: "min"}
 # The marks by the names of the operations that a trace records for them.
 MARKS: Mapping[str, Primitive] = {
-    f"ztrans::{op!r}": op for op in (GRADIENT, PMEAN, PSUM, PMAX, PMIN)
+    f"ztrans::{op!r}": op for op in (GRADIENT, PMEAN, PSUM, PMAX, PMIN, PVARY)
 }
+
+
+def differentiated_gradients(graph: Graph) -> list[Eqn]:
+    """The marks of gradients that the step differentiates through, the first one of each value.
+
+    A later gradient of the same value depends on such a gradient, and on its derivative. The derivative of the mark is
+    a mark of the same value, so there are two of them that a later one depends on.
+    """
+    needed: set[Var] = set()
+    marks: dict[Var, list[Eqn]] = {}
+    for e in reversed(graph.eqns):
+        if e.op is GRADIENT:
+            if e.out in needed:
+                marks.setdefault(e.args[1], []).append(e)
+            needed.add(e.args[0])
+        elif not needed.isdisjoint(e.results):
+            needed.update(e.ins)
+    return [of_value[-1] for of_value in marks.values() if len(of_value) > 1]
 
 
 def reduced_values(graph: Graph) -> list[Var]:

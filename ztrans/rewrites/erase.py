@@ -6,7 +6,7 @@ import dataclasses
 
 from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Primitive, Var, dce, producers, rename, substitute
-from ..ir.marks import GRADIENT, REDUCTIONS
+from ..ir.marks import MARKS
 from ..ir.op_facts import CAST
 from ..ir.rewriter import Rewriter
 
@@ -15,7 +15,7 @@ def erase_marks(graph: Graph) -> Graph:
     """Drop the marks that no transform has replaced; they are the identity."""
     new = Rewriter(graph)
     for e in graph.eqns:
-        if e.op is GRADIENT or e.op in REDUCTIONS:
+        if e.op in MARKS.values():
             new.drop(e)
             new.alias(e.out, e.args[0])
     return new.applied()

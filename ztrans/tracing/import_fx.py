@@ -162,18 +162,19 @@ def _batch_norm(op: Any, args: tuple) -> Any:
 
 
 def _mark(builder: Builder, op: Any, x: Alias, operand: Any, val: Any) -> Alias:
-    """Import a mark of a gradient or of a reduction such as pmean.
+    """Import a mark of a gradient, of a reduction such as pmean, or of pvary.
 
-    The operand is the value that the gradient is for, or the axes of the reduction. Nested levels of torch.func may
-    mark a gradient twice; the first mark counts.
+    The operand is the value that the gradient is for, the axes of the reduction, or the samples. Nested levels of
+    torch.func may mark a gradient twice; the first mark counts.
     """
     value = builder.read(x)
     operand = builder.read(operand)
-    if op is GRADIENT and builder.eqns:
-        last = builder.eqns[-1]
-        if last.op is GRADIENT and value in last.outs:
+    name = ""
+    if op is GRADIENT:
+        last = builder.eqns[-1] if builder.eqns else None
+        if last is not None and last.op is op and value in last.outs:
             return x
-    name = f"{operand.name}.grad" if isinstance(operand, Var) else ""
+        name = f"{operand.name}.grad" if isinstance(operand, Var) else ""
     return Alias.of(builder.emit(op, (value, operand), like=val, name=name))
 
 

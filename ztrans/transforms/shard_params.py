@@ -2,7 +2,8 @@
 
 State is sharded between steps. Forward and backward gather parameters where they use them. Gradients are reduced where
 autograd returns them. The update runs on shards wherever a table of rules knows how, and elsewhere on whole values (see
-`ir.sharding_rules`). A loss that is divided by a `psum` causes a warning.
+`ir.sharding_rules`). A loss that is divided by a `psum` causes a warning, and so does one that is computed from a
+gradient (see `inner_gradients`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..ir.user_collectives import is_user_start
 from ..ir.varying import varying
 from ..ops import EVERY_AXIS
 from .base import Transform, check_number, constructor
+from .inner_gradients import warn_of_inner_gradients
 from .reduce_once import reduce_once
 from .sharding.leaf_axes import LeafAxes
 from .sharding.walk import shard_program
@@ -269,6 +271,7 @@ class ShardParams(Transform):
             plain = reduce_once(plain)
         self._warn_of_unreduced_axes(plain, axes)
         _warn_of_psum_quotients(plain, axes.joined)
+        warn_of_inner_gradients(plain, axes.joined)
         return dce(shard_program(plain, self))
 
     def _check_neighbours(self, axes: LeafAxes) -> None:
