@@ -661,28 +661,6 @@ def test_a_loop_that_takes_no_step_is_refused():
         trace_of(lambda x, y: F.mse_loss(model(x), y).backward(), model, optimizer)()
 
 
-def test_gradients_of_parameters_taken_before_the_loop_are_refused():
-    """A list made before the loop holds the module's own parameters. They get no gradients during the trace."""
-    model = make_model()
-    optimizer, params = of("SGD", lr=0.1)(model), list(model.parameters())
-
-    def clipped(x, y, params=lambda: params):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(params(), 0.1)
-        optimizer.step()
-        return loss
-
-    with pytest.raises(
-        ValueError,
-        match=r"uses 0.weight as it was taken(?s:.)*test_lift.py:\d+(?s:.)*inside the loop step: model.parameters",
-    ):
-        trace_of(clipped, model, optimizer)()
-    assert all(p.grad is None for p in params)
-    trace_of(lambda x, y: clipped(x, y, model.parameters), model, optimizer)()
-
-
 def test_a_parameter_that_is_unfrozen_after_lift_is_refused():
     model = make_model()
     model[0].requires_grad_(False)

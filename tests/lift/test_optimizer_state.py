@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -255,6 +256,120 @@ def test_state_of_no_parameter_is_refused(steps):
     ):
         step, state = zt.lift(loop(model, optimizer), model, optimizer)
         zt.Step(step).trace(state, *data()[0])
+
+
+class Loose(optim.Optimizer):
+    """Descent by a rate that is a tensor in some place of the optimizer."""
+
+    def __init__(self, params, place):
+        super().__init__(params, {"lr": 0.1})
+        self.place = place
+        rate = torch.tensor(0.5)
+        if place == "self.d":
+            self.d = rate
+        elif place == "self.averages['all'][1]":
+            self.averages = {"all": (None, rate)}
+        else:
+            self.param_groups[0]["running"] = {"d": rate}
+
+    def rate(self):
+        if self.place == "self.d":
+            return self.d
+        if self.place == "self.averages['all'][1]":
+            return self.averages["all"][1]
+        return self.param_groups[0]["running"]["d"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rate = self.rate().mul_(0.9)
+        for p in self.param_groups[0]["params"]:
+            p.sub_(rate * p.grad)
+
+
+@pytest.mark.parametrize(
+    "place", ["self.d", "self.averages['all'][1]", "self.param_groups[0]['running']['d']"]
+)
+def test_a_tensor_that_an_optimizer_keeps_outside_of_its_state_is_named(place):
+    model = make_model()
+    optimizer = Loose(model.parameters(), place)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(ValueError) as e:
+        zt.Step(step).trace(state, *data()[0])
+    first, use, lifted, advice, *_ = str(e.value).splitlines()
+    assert first == (
+        f"lift: Loose keeps {place}, a tensor [] (float32), which is not in the state of a parameter, so the lifted "
+        f"state does not have it."
+    )
+    assert re.fullmatch(r"  at .*test_optimizer_state.py:\d+ in Loose.step", use)
+    assert re.fullmatch(
+        r"  lifted at .*test_optimizer_state.py:\d+ in test_a_tensor_that_.*", lifted
+    )
+    assert "self.state[p][key]" in advice and "one step before lift" in advice
+    assert optimizer.rate() == 0.5
+
+
+class LooseLater(optim.SGD):
+    """Momentum in a list that its first step makes."""
+
+    momenta = ()
+
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        if not self.momenta:
+            self.momenta = [torch.zeros_like(p) for p in params]
+        for p, momentum in zip(params, self.momenta):
+            p.grad.copy_(momentum.mul_(0.9).add_(p.grad))
+        return super().step(closure)
+
+
+def test_tensors_that_an_optimizer_makes_in_an_attribute_are_named():
+    model = make_model()
+    optimizer = LooseLater(model.parameters(), lr=0.1)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(
+        ValueError,
+        match=r"LooseLater keeps self.momenta\[0\], a tensor \[16, 6\] \(float32\), which is not",
+    ):
+        zt.Step(step)(state, *data()[0])
+
+
+def test_a_tensor_of_a_parameter_group_that_an_optimizer_changes_is_named():
+    class Doubles(optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["d"].mul_(2)
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = Doubles([{"params": [*model.parameters()], "d": torch.ones(())}], lr=0.1)
+    step, state = zt.lift(loop(model, optimizer), model, optimizer)
+    with pytest.raises(
+        ValueError,
+        match=r"its optimizer Doubles, changes 'd' of a parameter group(?s:.)*its state of",
+    ):
+        zt.Step(step).trace(state, *data()[0])
+
+
+def test_a_tensor_that_an_optimizer_trains_beside_the_model_is_named():
+    """As the temperature of SAC. The advice of the error works."""
+    model, log_alpha = make_model(), nn.Parameter(torch.zeros(1))
+    adam = optim.Adam([*model.parameters(), log_alpha], lr=0.1)
+
+    def loop_step(x, y):
+        adam.zero_grad()
+        loss = (model(x) - y).square().mean() * log_alpha.exp().sum()
+        loss.backward()
+        adam.step()
+        return loss
+
+    with pytest.raises(
+        ValueError,
+        match=r"Adam holds a parameter \[1\] that is not the model's(?s:.)*ParameterList",
+    ):
+        zt.lift(loop_step, model, adam)
+    models = nn.ModuleList([model, nn.ParameterList([log_alpha])])
+    step, state = zt.lift(loop_step, models, adam)
+    state, _ = zt.Step.of(step)(state, *data()[0])
+    assert state["params"]["1.0"] == pytest.approx(-0.1, rel=1e-3)
 
 
 def test_of_several_optimizers_the_one_that_makes_its_state_is_named():

@@ -19,9 +19,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from ..ir.nested import tensors_in
 from ..ir.source import Source, user_source, where
-from ..tracing.errors import TraceError, outside_tensor
+from ..tracing.errors import TraceError
 
 _ZERO_GRAD = (inspect.unwrap(Optimizer.zero_grad).__code__, nn.Module.zero_grad.__code__)
 
@@ -38,16 +40,21 @@ def carried_gradients(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 class Gradients(TorchFunctionMode):
-    """Stand-ins for the parameters of a module, and a record of how a loop step uses their gradients.
+    """Stand-ins for the tensors of a module, and a record of how a loop step uses the gradients of its parameters.
+
+    The loop may also hold tensors that it took from the module before, such as a list of its parameters. Inside the
+    context every function of PyTorch gets the stand-ins in their place.
 
     Args:
         module_params: the module's own parameters, by name.
         values: their values in the state.
+        buffers: the buffers of the state, by the ids of the module's buffers.
         carried: the gradients of the state; None if they are not carried.
         has_optimizer: whether the loop step steps an optimizer. Without one, its purpose is the gradients.
 
     Attributes:
         params: the stand-ins of the parameters, with the same hooks.
+        stand_ins: these and the buffers, by the ids of the module's own tensors.
         data_set: the lines that set `.data` of a parameter, by its name.
     """
 
@@ -55,6 +62,7 @@ class Gradients(TorchFunctionMode):
         self,
         module_params: Mapping[str, torch.Tensor],
         values: Mapping[str, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
         carried: Mapping[str, torch.Tensor] | None,
         has_optimizer: bool = True,
     ) -> None:
@@ -74,11 +82,12 @@ class Gradients(TorchFunctionMode):
         self._line_of_early_step: dict[str, Source | None] = {}
         self.data_set: dict[str, Source | None] = {}
         self.params: dict[str, torch.Tensor] = {}
+        self.stand_ins = dict(buffers)
         for name, value in values.items():
             gradient = carried.get(name) if carried is not None else None
-            self.params[name] = self._stand_in(module_params[name], value, gradient)
+            p = module_params[name]
+            self.params[name] = self.stand_ins[id(p)] = self._stand_in(p, value, gradient)
         self._names = {id(p): name for name, p in self.params.items()}
-        self._ids_in_module = set(map(id, module_params.values()))
 
     def _stand_in(
         self, p: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None
@@ -99,18 +108,20 @@ class Gradients(TorchFunctionMode):
         return stand_in
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(id(x) in self.stand_ins for x in tensors_in((args, kwargs))):
+            stand_in_of = lambda x: self.stand_ins.get(id(x), x)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, stand_in_of, (args, kwargs))
         name = getattr(func, "__name__", "")
         attribute = ""
         if name in ("__get__", "__set__"):
             attribute = getattr(func.__self__, "__name__", "a property")
         tensor = id(args[0]) if args else None
-        if tensor in self._ids_in_module and _uses_parameter(name, attribute):
-            raise outside_tensor(args[0], user_source(), "the loop step")
         if attribute == "grad" and tensor in self._names:
             self._record_access(self._names[tensor], name, _caller())
         if attribute == "data" and name == "__set__" and tensor in self._names:
             self.data_set[self._names[tensor]] = user_source()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _record_access(self, name: str, access: str, caller: FrameType) -> None:
         """Record that the loop reads or sets the gradient of a parameter."""
@@ -191,14 +202,6 @@ def _caller() -> FrameType:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-def _uses_parameter(name: str, attribute: str) -> bool:
-    """Whether a function changes a tensor or reads its gradient. `attribute` is the property that it gets or sets."""
-    if attribute == "grad" or name == "__set__":
-        return True
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name.startswith("register_")
 
 
 def _stale_gradient_error(name: str, use: str, source: Source | None) -> TraceError:

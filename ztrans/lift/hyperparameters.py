@@ -139,14 +139,15 @@ def unchanged(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
     Raises: TraceError that names a changed hyperparameter, such as the rate if a scheduler has stepped.
     """
+    names = [type(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
     snapshot = _snapshot(optimizers)
     yield
-    for old, new in zip(snapshot, _snapshot(optimizers)):
+    for name, old, new in zip(names, snapshot, _snapshot(optimizers)):
         for key in new:
             if new[key] != old.get(key):
                 raise TraceError(
-                    f"lift: the loop step, or its optimizer, changes {key!r} of a parameter group, which would happen "
-                    f"once, while it is traced.\n"
+                    f"lift: the loop step, or its optimizer {name}, changes {key!r} of a parameter group, which would "
+                    f"happen once, while it is traced.\n"
                     f"Set it between steps: each call reads the groups. A scheduler steps after the lifted step. What "
                     f"an optimizer changes in every step must be a tensor in its state of a parameter."
                 )

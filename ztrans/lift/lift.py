@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from ..ir.source import user_source
 from ..tracing.dtensors import refuse_wrappers
 from .lifted_state import State, as_tuple, state_of
 from .lifted_step import LiftedStep
@@ -92,7 +93,10 @@ def lift(
             )
         state["scaler"] = scale_of(scaler, next(iter(params.values())).device)
     sharing = sharing_buffers(state)
-    return LiftedStep(loop_step, model, optimizers, carry_grads, scaler, sharing), state
+    step = LiftedStep(
+        loop_step, model, optimizers, carry_grads, scaler, sharing, lifted_at=user_source()
+    )
+    return step, state
 
 
 def _check_buffers(model: nn.Module) -> None:

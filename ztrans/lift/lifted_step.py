@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..calling.call import ExtraInputs
 from ..calling.global_state import patched
+from ..ir.source import Source
 from ..tracing.errors import OutsideTensorError, ReadsValueError, TraceError
 from .gradients import Gradients
 from .hyperparameters import (
@@ -45,6 +46,7 @@ from .optimizer_state import (
     check_known,
     check_optimizers,
     constant_entries,
+    explain_loose,
     is_based_on_torch,
     may_fuse,
     numbers_of_states,
@@ -80,6 +82,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         carry_grads: bool,
         scaler: GradScaler | None,
         sharing: Sequence[tuple[str, str]],
+        lifted_at: Source | None,
     ) -> None:
         functools.update_wrapper(self, loop_step)
         self.__name__ = getattr(loop_step, "__name__", "step")
@@ -92,6 +95,8 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self._changes_params = bool(optimizers)
         # The pairs of buffers that share memory in the module.
         self._sharing = sharing
+        # The user's line that calls `lift`.
+        self._lifted_at = lifted_at
         self.__signature__ = _signature_of(loop_step)
 
     def __reduce__(self) -> str:
@@ -175,8 +180,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         check_optimizers(self._model, self._optimizers)
         module_params = dict(self._model.named_parameters())
         module_tensors = tensors_of(self._model)
+        buffers = {}
+        for name, x in module_tensors.items():
+            if name in state["buffers"]:
+                buffers[id(x)] = state["buffers"][name]
         gradients = Gradients(
-            module_params, state["params"], state.get("grads"), bool(self._optimizers)
+            module_params, state["params"], buffers, state.get("grads"), bool(self._optimizers)
         )
         names = {id(p): name for name, p in module_params.items()}
         group_numbers = numbers_of_groups(groups_of(self._optimizers), extra)
@@ -187,7 +196,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         if "scaler" in state:
             scale = {key: x.clone() for key, x in state["scaler"].items()}
 
-        with self._with_tensors_of(state, names, gradients.params, extra):
+        with self._with_tensors_of(state, names, gradients.stand_ins, extra):
             with self._checked(gradients, module_tensors, numbers, scale):
                 output = self._loop_step(*batch, **kwargs)
             new_gradients = gradients.end()
@@ -204,7 +213,7 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         self,
         state: State,
         names: Mapping[int, str],
-        params: Mapping[str, torch.Tensor],
+        stand_ins: Mapping[int, torch.Tensor],
         extra: list[ParamGroup],
     ) -> Iterator[None]:
         """Put the tensors of a state into the module and the optimizers, inside the context.
@@ -212,17 +221,12 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
         Args:
             state: the state.
             names: the names of the module's parameters by their ids.
-            params: the stand-ins of these parameters, by name.
+            stand_ins: the tensors that stand in for the module's, by their ids.
             extra: the values of the parameter groups that are inputs of the program.
         """
-        stand_ins = {key: params[name] for key, name in names.items()}
-        buffers = {}
-        for name, x in buffers_of(self._model).items():
-            if name in state["buffers"]:
-                buffers[id(x)] = state["buffers"][name]
         inputs = iter(extra)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(substituted(self._model, stand_ins | buffers))
+            stack.enter_context(substituted(self._model, stand_ins))
             for optimizer in self._optimizers:
                 entries: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
                 for p in params_of(optimizer):
@@ -251,7 +255,10 @@ class LiftedStep(ExtraInputs, Generic[P, T]):
             try:
                 yield
             except OutsideTensorError as error:
-                raise explain_outside(error, self._loop_step, module_tensors) from None
+                explained = explain_loose(error, self._optimizers, self._lifted_at)
+                raise (
+                    explained or explain_outside(error, self._loop_step, module_tensors)
+                ) from None
             except KeyError as error:
                 # A dict with the module's parameters as keys does not have their stand-ins.
                 for name, p in params.items():
@@ -333,7 +340,7 @@ class Evaluation(LiftedStep[P, T]):
     """
 
     def __init__(self, fn: Callable[P, T], model: nn.Module) -> None:
-        super().__init__(torch.no_grad()(fn), model, (), False, None, ())
+        super().__init__(torch.no_grad()(fn), model, (), False, None, (), None)
 
     def call_with(
         self, extra: list[ParamGroup], state: State, /, *batch: P.args, **kwargs: P.kwargs

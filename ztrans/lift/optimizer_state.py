@@ -19,10 +19,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..calling.signature import is_number
-from ..tracing.errors import TraceError
+from ..ir.source import Source, where
+from ..tracing.errors import OutsideTensorError, TraceError
 
 # The state of an optimizer for one parameter, such as `exp_avg` and `step`.
 Entries = dict[str, Any]
+
+# The attributes of an optimizer that lift reads elsewhere.
+_OWN = ("state", "param_groups", "defaults")
 
 # The optimizers whose fused form runs on every device. Fused Adagrad runs on CPUs only.
 _FUSIBLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -87,8 +91,10 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         for p in params_of(optimizer):
             if id(p) not in names:
                 raise ValueError(
-                    f"lift: the optimizer holds a parameter {list(p.shape)} that is not the model's.\n"
-                    f"Build the optimizer from model.parameters(), after moving or changing the model."
+                    f"lift: {type(optimizer).__name__} holds a parameter {list(p.shape)} that is not the model's.\n"
+                    f"Build the optimizer from model.parameters(), after moving or changing the model. What it trains "
+                    f"besides, such as the temperature of SAC, must be a parameter of the module too: "
+                    f"nn.ModuleList([model, nn.ParameterList([log_alpha])]), with log_alpha = nn.Parameter(...)."
                 )
             if id(p) in ids:
                 raise ValueError(
@@ -200,6 +206,45 @@ def states_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, 
             )
         by_name[names[id(key)]] = entries
     return by_name
+
+
+def loose_tensors(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that an optimizer keeps elsewhere than in the state of a parameter, each with its name."""
+    values = {f"self.{key}": x for key, x in vars(optimizer).items() if key not in _OWN}
+    for k, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                values[f"self.param_groups[{k}][{key!r}]"] = value
+    for name, value in values.items():
+        for keys, x in pytree.tree_leaves_with_path(value):
+            if isinstance(x, torch.Tensor):
+                yield name + pytree.keystr(keys), x
+
+
+def explain_loose(
+    error: OutsideTensorError, optimizers: Sequence[Optimizer], lifted_at: Source | None
+) -> TraceError | None:
+    """The error for a tensor that an optimizer keeps outside of its state; None for a tensor of something else.
+
+    Args:
+        error: the error of the trace.
+        optimizers: the optimizers of the loop.
+        lifted_at: the line that calls `lift`.
+    """
+    line = "\n".join(text for text in str(error).splitlines() if text.startswith("  "))
+    for optimizer in optimizers:
+        for name, x in loose_tensors(optimizer):
+            if x is error.tensor:
+                kind = str(x.dtype).removeprefix("torch.")
+                return TraceError(
+                    f"lift: {type(optimizer).__name__} keeps {name}, a tensor {list(x.shape)} ({kind}), which is not "
+                    f"in the state of a parameter, so the lifted state does not have it.\n{line}\n"
+                    f"  lifted at {where(lifted_at)}\n"
+                    f"Keep it where the optimizer has its moments: self.state[p][key] for a tensor of the parameter p. "
+                    f"For one of all parameters take the first p, self.param_groups[0]['params'][0]. Then take one "
+                    f"step before lift. A constant may be a Python number in the parameter group."
+                )
+    return None
 
 
 def numbers_of_states(

@@ -22,7 +22,7 @@ class ReadsValueError(TraceError):
 
 
 class OutsideTensorError(TraceError):
-    """A step that uses `tensor`, which is neither its state nor its batch."""
+    """A step that uses `tensor`, which is neither its state nor its batch, nor a value that it has computed."""
 
     def __init__(self, text: str, tensor: torch.Tensor) -> None:
         super().__init__(text)
@@ -236,13 +236,14 @@ def cannot_be_traced(op: Any, error: Exception, source: Source | None, step: str
     )
 
 
-def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> TraceError:
+def reads_earlier_trace(arg: torch.Tensor, source: Source | None, step: str) -> OutsideTensorError:
     """The step reads a tensor that an earlier trace left in an attribute or a cache."""
-    return TraceError(
+    return OutsideTensorError(
         f"trace: {step} reads a tensor {list(arg.shape)} that an earlier trace left, and that has no values.\n"
         f"  at {where(source)}\n"
         f"Compute it in every step, without a cache or an attribute that keeps it; or make it before the first step "
-        f"and pass it in as state."
+        f"and pass it in as state.",
+        arg,
     )
 
 

@@ -16,7 +16,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,11 @@ class StepFunctions(MarkGradients):
             transform = error.args[0].name.lower()
             raise operator_without_rule(func, transform, user_source(), self.step) from None
 
-    def _check_traced(self, args: tuple) -> None:
+    def check_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raises: ValueError for a tensor from outside of the step, which an autograd.Function got: no mode sees it."""
+        self._check_traced(leaves)
+
+    def _check_traced(self, args: Sequence) -> None:
         """Raises: ValueError for a tensor from outside of the step."""
         for x in tensors_in(args):
             if type(x) in _PLAIN and not is_functorch_wrapped_tensor(x):

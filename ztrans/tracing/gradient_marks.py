@@ -37,6 +37,9 @@ class MarkGradients(TorchFunctionMode):
             return marked_gradients(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def check_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise for a leaf of a backward pass that the step may not use; by default none."""
+
 
 def check_differentiable(step: str, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
     """Raises: ValueError for a loss that depends on nothing that requires a gradient."""
@@ -62,7 +65,7 @@ def backward(
     inputs=None,
     retain_graph=None,
     create_graph=False,
-    mode: TorchFunctionMode,
+    mode: MarkGradients,
 ) -> None:
     """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`.
 
@@ -71,6 +74,7 @@ def backward(
     losses = _listed(loss)
     seeds = gradient if grad_tensors is None else grad_tensors
     leaves = _leaves(losses) if inputs is None else _listed(inputs)
+    mode.check_leaves(leaves)
     gradients = torch.autograd.grad(
         losses,
         leaves,
