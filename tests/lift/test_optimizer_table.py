@@ -1,4 +1,4 @@
-"""The table of optimizers in docs/coming-from.md: what it says of each is so after 20 steps."""
+"""The table of optimizers in docs/evidence.md: what it says of each is so after 20 steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import optimizers, published_optimizers
 from tests.support.worlds import ALL, distance, slices
 from ztrans.lift.optimizer_state import is_of_torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 TABLE = PAGE.read_text().partition("\n## Optimizers\n")[2]
 ROWS = dict(re.findall(r"^\| `([\w.]+(?:\(.*?\))?)` \| (.*?) \|", TABLE, re.MULTILINE))
 WRITTEN = {

@@ -1,4 +1,4 @@
-"""The table of timm's optimizers in docs/coming-from.md: what it says of each is so after 20 steps."""
+"""The table of timm's optimizers in docs/evidence.md: what it says of each is so after 20 steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.worlds import distance
 
 timm = pytest.importorskip("timm.optim", exc_type=ImportError)
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 BOUNDS = {"equal to 1e-6": 1e-6, "equal to 1e-3": 1e-3, "refused": None}
 TABLE = PAGE.read_text().partition("\n| timm | |\n")[2]
 ROWS = {name: BOUNDS[says] for says, names in re.findall(r"^\| ([\w -]+) \| (`.*) \|$", TABLE, re.MULTILINE)

@@ -1,6 +1,6 @@
 """The cases of FSDP2's own tests of training, as lifted loops on ranks in lock-step.
 
-`docs/coming-from.md` lists all cases by name. The truth is an untouched loop in one process over the whole batch.
+`docs/evidence.md` lists all cases by name. The truth is an untouched loop in one process over the whole batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ztrans.ir.collectives import is_start
 ROWS = 24
 WIDTH = 6
 STEPS = 2
-PAGE = Path(__file__).resolve().parents[2] / "docs/coming-from.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/evidence.md"
 MESH = zt.AbstractMesh(dp=4)
 SHARDED = (zt.shard_params(MESH), *ALL)
 
@@ -306,7 +306,7 @@ def test_shards_of_an_inner_dim_are_contiguous(four):
 
 def test_the_table_has_every_case_once_and_every_test():
     """Another test checks that all tests that a page names exist."""
-    table = PAGE.read_text().partition("### FSDP2's own tests")[2].partition("\n## ")[0]
+    table = PAGE.read_text().partition("## FSDP2's own tests")[2].partition("\n## ")[0]
     cases = re.findall(
         r"^\| `(test_\w+)` \| ((?:equal|does not apply: ).*?) \|(.*)\|$", table, re.MULTILINE
     )
