@@ -12,11 +12,14 @@ from .planning.plan import Plan
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
 from .report.timeline import Timeline
+from .runtime.checkpoints.export import export
 from .runtime.checkpoints.extras import GlobalRng
 from .runtime.checkpoints.load import load
+from .runtime.checkpoints.load_weights import load_weights
 from .runtime.checkpoints.save import last_checkpoint, save
 from .runtime.mesh import make_mesh
 from .runtime.stop import request_stop, stop_on
+from .runtime.stream_weights import stream_weights
 from .step import Step
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
@@ -27,15 +30,16 @@ from .transforms.overlap_grads import overlap_grads
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
+from .weights import state_dict
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
-    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "fuse_cast_gather",
-    "global_mean", "ir", "last_checkpoint", "lift", "load", "make_mesh", "offload", "ops", "overlap_grads", "pmax",
-    "pmean", "pmin", "prefetch", "psum", "pvary", "remat", "request_stop", "save", "shard_params", "sharding_rule",
-    "stages", "stop_on", "testing", "write_back",
+    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
+    "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
+    "ops", "overlap_grads", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat", "request_stop", "save",
+    "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights", "testing", "write_back",
 ]  # fmt: skip
 
 

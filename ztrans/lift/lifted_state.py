@@ -1,7 +1,7 @@
 """The state of a lifted loop: parameters, buffers, optimizer state, and, with `carry_grads`, gradients.
 
-`state_of` reads it from a module and its optimizers, and `write_back` writes it into them. The buffers include plain
-tensors in attributes of the module.
+`state_of` reads it from a module and its optimizers, `write_back` writes it into them, and `module_state_dict` has its
+tensors by the names under which the module saves them. The buffers include plain tensors in attributes of the module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..calling.host_memory import let_copies_end
 from ..calling.meta_leaves import ValuesOfMeta
 from .gradients import carried_gradients
-from .module_tensors import buffers_of, replace
+from .module_tensors import buffers_of, replace, substituted, tensors_of
 from .moved_weights import has_moved, is_without_memory, moving_back
 from .optimizer_state import (
     Entries,
@@ -116,6 +116,15 @@ def write_back(
                 value.copy_(state["scaler"][key])
 
 
+def module_state_dict(model: nn.Module, state: State) -> dict[str, Any]:
+    """`model.state_dict()` with the values of a lifted state: its own leaves. The module's values are not needed."""
+    check_lifted_from(state, model, None, "state_dict")
+    values = {**state.get("buffers", {}), **state["params"]}
+    by_id = {id(x): values[name] for name, x in tensors_of(model).items() if name in values}
+    with substituted(model, by_id):
+        return dict(model.state_dict(keep_vars=True))
+
+
 def _write_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     expanded = {}
     for name, x in buffers_of(model).items():
@@ -184,12 +193,14 @@ def check_lifted(state: Any, step: str, keys: Sequence[str]) -> None:
     )
 
 
-def check_lifted_from(state: State, model: nn.Module, scaler: GradScaler | None) -> None:
+def check_lifted_from(
+    state: State, model: nn.Module, scaler: GradScaler | None, call: str = "write_back"
+) -> None:
     """Raises: ValueError for a state that lacks parameters of the module, or the scale of the scaler."""
     missing = [name for name, _ in model.named_parameters() if name not in state["params"]]
     if missing:
         raise ValueError(
-            f"write_back: the state has no parameter {missing[0]!r}, and the module has.\n"
+            f"{call}: the state has no parameter {missing[0]!r}, and the module has.\n"
             f"Pass the module that was given to lift."
         )
     if scaler is not None and "scaler" not in state:

@@ -2,8 +2,9 @@
 
 Gathers and reductions have a channel each, so they do not queue behind each other. On GPUs of several hosts,
 hierarchical reductions have another one for the first level. In one more the ranks compare their calls (see
-`agreement`), and one is for saves. Each channel has a process group of its own, with the time-out and the tuning of the
-user's group. Only torch's registry owns it, so `destroy_process_group` ends it together with the mesh's own groups.
+`agreement`), one is for saves, and one for weights that leave the state (see `whole_leaves`). Each channel has a
+process group of its own, with the time-out and the tuning of the user's group. Only torch's registry owns it, so
+`destroy_process_group` ends it together with the mesh's own groups.
 """
 
 from __future__ import annotations
@@ -130,6 +131,25 @@ class Channel:
             raise
         return works
 
+    def send_and_receive(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int, int]],
+        receives: Sequence[tuple[torch.Tensor, int, int]],
+    ) -> list[dist.Work]:
+        """Send tensors to other ranks of the group, and receive others, each with a rank and a tag.
+
+        The tensors are contiguous, on any device of the group. Returns: the receives, then the sends.
+        """
+        operations = []
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for x, rank, tag in messages:
+                flat = x.view(-1).view(torch.uint8)
+                operations.append(
+                    dist.P2POp(operation, flat, group=self.group, tag=tag, group_peer=rank)
+                )
+        with self.errors():
+            return dist.batch_isend_irecv(operations) if operations else []
+
     def advance(self) -> None:
         """Begin the second level of every message in progress as soon as its first level is done."""
         messages = self.first_levels
@@ -162,11 +182,11 @@ class Channel:
     def make_group(self, rows: list[list[int]], base: dist.ProcessGroup, device_type: str) -> None:
         """Open the channel with a new process group: the row that has this rank. `base` is the mesh's own group."""
         timeout = timeout_of(base)
-        # The host waits for messages of the whole mesh, comparisons and saves, so these use gloo even on GPUs. A user's
-        # group may have a backend for each kind of device, while the group of a channel has one.
-        is_whole = self.axis is None
-        backend = "gloo" if is_whole else backend_of(base, device_type)
-        options = None if is_whole else tuning_of(base, timeout)
+        # The host waits for comparisons and saves, so these use gloo even on GPUs. A user's group may have a backend
+        # for each kind of device, while the group of a channel has one.
+        is_of_hosts = self.purpose in ("ranks", "saves")
+        backend = "gloo" if is_of_hosts else backend_of(base, device_type)
+        options = None if is_of_hosts else tuning_of(base, timeout)
         # If only its members make a group, torch names it by the number of groups that they have made, which may differ
         # between them (pytorch#189073). So all ranks make the groups of all rows, unless the world has ranks outside of
         # this mesh, which do not take part.

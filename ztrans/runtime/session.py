@@ -206,7 +206,8 @@ class Session:
             for row in rows:
                 hosts.append(hosts_of([self._host_names[rank] for rank in sorted(row)]))
             channel.hosts = common(hosts)
-        if is_nccl(channel.live_group()) and not self.is_alone:
+        # The first messages of `weights` connect just the ranks that need it.
+        if is_nccl(channel.live_group()) and not self.is_alone and channel.axis is not None:
             with channel.errors():
                 # Reductions are hierarchical where hosts have equally many ranks.
                 count = channel.hosts.count if channel.hosts.even else 1
@@ -270,6 +271,11 @@ class Session:
     def _host_names(self) -> dict[int, tuple[str, ...]]:
         """The host of every rank of the mesh. All ranks must compute it together."""
         return dict(self._gathered((dist.get_rank(), host_name())))
+
+    @property
+    def hosts(self) -> list[tuple[str, ...]]:
+        """The host of each rank, in the order of the ranks. The first time, all ranks must ask together."""
+        return [self._host_names[rank] for rank in sorted(self.ranks)]
 
     # ---- between steps
 

@@ -1,5 +1,7 @@
 """A checkpoint's folder on disk: its names, its checksums, and how it replaces the previous checkpoint.
 
+Folders of exported weights are of another kind, and are replaced in the same way.
+
 A save to `x` fills a new folder beside it, `x.ztrans-1a2b3c4d.partial`, with eight digits that differ for each save.
 Once its files have been checked, the previous checkpoint is renamed to `x.ztrans-1a2b3c4d.old`, the new folder to `x`,
 and the old folder is deleted. So a folder called `x` is always complete. If the process is killed between the two
@@ -19,8 +21,10 @@ import json
 import os
 import re
 import secrets
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,41 @@ _LEFTOVER = re.compile(r"(?P<name>.+)\.ztrans-[0-9a-f]{8}\.(?P<kind>partial|old)
 
 # By file name: the offset, length and checksum of each record. The last record ends where the file ends.
 Checksums = Mapping[str, Sequence[tuple[int, int, int]]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of folders that are written and replaced as a whole.
+
+    Attributes:
+        name: its name in messages.
+        call: the function that writes it.
+        indexes: the files that make a folder complete, if it has one of them.
+        files: the names of its other files, as a regular expression.
+        keeps_others: whether a new folder keeps the other files of the folder that it replaces.
+    """
+
+    name: str
+    call: str
+    indexes: tuple[str, ...]
+    files: str
+    keeps_others: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether a file with this name belongs to such a folder."""
+        is_index = name in self.indexes or name == _MARKER
+        return is_index or re.fullmatch(self.files, name) is not None
+
+
+CHECKPOINT = Kind("a checkpoint", "save", (_INDEX,), r".*\.distcp")
+# The names that transformers gives to the files of a model.
+WEIGHTS = Kind(
+    "an export of weights",
+    "export",
+    ("model.safetensors.index.json", "model.safetensors"),
+    r"model-\d{5}-of-\d{5}\.safetensors",
+    keeps_others=True,  # such as config.json
+)
 
 
 class Damaged(ValueError):
@@ -56,16 +95,16 @@ def index_of(folder: Path) -> Path:
     return folder / _INDEX
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a complete checkpoint, of `save` or of torch.distributed.checkpoint."""
-    return index_of(folder).is_file()
+def is_complete(folder: Path, kind: Kind = CHECKPOINT) -> bool:
+    """Whether a folder is complete, whether we or another program wrote it."""
+    return any((folder / index).is_file() for index in kind.indexes)
 
 
-def committed(path: Path) -> Path | None:
-    """The folder of the last complete checkpoint at this path, or None."""
+def committed(path: Path, kind: Kind = CHECKPOINT) -> Path | None:
+    """The last complete folder of a kind at this path, or None."""
     target = real_path(path)
     for folder in (target, *_siblings(target, "old")):
-        if is_checkpoint(folder):
+        if is_complete(folder, kind):
             return folder
     return None
 
@@ -75,8 +114,8 @@ def has_unfinished(path: Path) -> bool:
     return bool(_siblings(real_path(path), "partial"))
 
 
-def check_replaceable(target: Path) -> None:
-    """Check that a save to this path would delete nothing but a checkpoint.
+def check_replaceable(target: Path, kind: Kind = CHECKPOINT) -> None:
+    """Check that a new folder at this path would delete nothing but a folder of its kind.
 
     Raises: FileExistsError if it would.
     """
@@ -86,15 +125,18 @@ def check_replaceable(target: Path) -> None:
         raise FileExistsError(f"{target} is a file; choose a new name")
     if target.is_mount():
         raise FileExistsError(
-            f"{target} is the root of a disk, which cannot be renamed; save to a folder in it"
+            f"{target} is the root of a disk, which cannot be renamed; {kind.call} to a folder in it"
         )
     names = sorted(file.name for file in target.iterdir())
-    if names and _INDEX not in names:
-        raise FileExistsError(f"{target} exists and is not a checkpoint; choose a new name")
-    foreign_names = [name for name in names if not _is_written_by_save(name)]
+    if names and not is_complete(target, kind):
+        raise FileExistsError(f"{target} exists and is not {kind.name}; choose a new name")
+    foreign_names = [file.name for file in _others(target, kind)]
+    if kind.keeps_others:
+        foreign_names = [name for name in foreign_names if not (target / name).is_file()]
     if foreign_names:
+        noun = "folders" if kind.keeps_others else "files"
         raise FileExistsError(
-            f"{target} has files that are not part of a checkpoint, such as {foreign_names[0]}, and a save would "
+            f"{target} has {noun} that are not part of {kind.name}, such as {foreign_names[0]}, and {kind.call} would "
             f"delete them; move them, or choose a new name"
         )
 
@@ -116,10 +158,11 @@ def delete(folder: Path) -> None:
         with contextlib.suppress(OSError):
             folder.rmdir()
         return
-    # Delete the index first and the marker last. If the process is killed in between, the rest is not taken for a
-    # checkpoint, and can still be deleted.
+    # Delete the indexes first and the marker last. If the process is killed in between, the rest is not taken for a
+    # complete folder, and can still be deleted.
+    indexes = (*CHECKPOINT.indexes, *WEIGHTS.indexes)
     for path in sorted(
-        folder.iterdir(), key=lambda path: (path.name == _MARKER, path.name != _INDEX)
+        folder.iterdir(), key=lambda path: (path.name == _MARKER, path.name not in indexes)
     ):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -127,15 +170,18 @@ def delete(folder: Path) -> None:
         folder.rmdir()
 
 
-def replace(target: Path, folder: Path) -> None:
-    """Rename a complete folder to `target`, which is beside it, and delete the checkpoint that had this name."""
+def replace(target: Path, folder: Path, kind: Kind = CHECKPOINT) -> None:
+    """Rename a complete folder to `target`, which is beside it, and delete the folder that had this name."""
+    if kind.keeps_others and target.is_dir():
+        for file in _others(target, kind):
+            shutil.copy2(file, folder)
     _sync(folder)
-    if is_checkpoint(target):
+    if is_complete(target, kind):
         for old in _siblings(target, "old"):
             delete(old)
         old = folder.with_name(f"{folder.name.removesuffix('.partial')}.old")
         target.rename(old)  # `committed` finds it there if this process is killed now
-        if not (old / _MARKER).exists():  # torch.distributed.checkpoint wrote it
+        if not (old / _MARKER).exists():  # another program wrote it
             _write_marker(old, target.name, {})
     folder.rename(target)
     _sync(target.parent)
@@ -195,13 +241,13 @@ def delete_older(target: Path, keep: int) -> None:
 
 def _is_as_saved(path: Path) -> bool:
     """Whether a folder is a complete checkpoint under the name with which `save` made it, without other files."""
-    if path.is_symlink() or not path.is_dir() or not is_checkpoint(path):
+    if path.is_symlink() or not path.is_dir() or not is_complete(path):
         return False
     try:
         is_own_name = _read_marker(path).get("name") == path.name
     except Damaged:
         return False
-    return is_own_name and all(_is_written_by_save(file.name) for file in path.iterdir())
+    return is_own_name and all(CHECKPOINT.has(file.name) for file in path.iterdir())
 
 
 def write_checksums(folder: Path, name: str, checksums: Checksums) -> None:
@@ -275,8 +321,9 @@ def _siblings(target: Path, kind: str) -> list[Path]:
     return sorted(siblings)
 
 
-def _is_written_by_save(name: str) -> bool:
-    return name in (_INDEX, _MARKER) or name.endswith(".distcp")
+def _others(folder: Path, kind: Kind) -> list[Path]:
+    """The files and folders in a folder that do not belong to its kind."""
+    return sorted(file for file in folder.iterdir() if not kind.has(file.name))
 
 
 def _read_marker(folder: Path) -> dict[str, Any]:
@@ -294,7 +341,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 
 
 def _write_marker(folder: Path, name: str, checksums: Checksums) -> None:
-    body = json.dumps({"made_by": "ztrans.save", "name": name, "files": checksums}).encode()
+    body = json.dumps({"made_by": "ztrans", "name": name, "files": checksums}).encode()
     with (folder / _MARKER).open("wb") as file:
         file.write(body + b"\n" + f"{zlib.crc32(body):08x}\n".encode())
         file.flush()

@@ -21,12 +21,12 @@ from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
 from ...ir.printer import first_names
-from ..agreement import Failure, agree, everywhere
-from ..session import leave_if_cut_off, rank_names, session_of
+from ..session import leave_if_cut_off
 from ..state import mesh_of_state, with_replicas
 from . import folder
 from .extras import is_record, record_names, restore
 from .save import is_model_file, wait_for_saves
+from .together import agreed, failing_together
 
 State = TypeVar("State")
 
@@ -87,7 +87,7 @@ def load(
             if x is not part
         }
         checkpoint, names = _agreed_checkpoint(path, leaves_by_name, replicas, extras or {}, mesh)
-        with _failing_together(mesh):
+        with failing_together(mesh, "load"):
             parts = [_memory_for(part, leaf) for part, leaf in zip(sharded, leaves)]
             targets = {}
             for name, part, whole in zip(leaves_by_name, parts, stacked):
@@ -136,13 +136,13 @@ class _Checkpoint:
         as_saved = dict(parts)
         for name, part in parts.items():
             saved = self.kinds[name][1]
-            if _is_integral(saved) and _is_integral(part.dtype) and saved != part.dtype:
+            if is_integral(saved) and is_integral(part.dtype) and saved != part.dtype:
                 as_saved[name] = torch.empty_like(part, dtype=saved)
         read: dict[str, Any] = {**as_saved, **dict.fromkeys(records)}
         self._read(read)
         for name, part in parts.items():
             if as_saved[name] is not part:
-                _check_range(name, as_saved[name], part.dtype)
+                check_range(name, as_saved[name], part.dtype)
                 part.copy_(as_saved[name])
         return {name: read[name] for name in records}
 
@@ -197,44 +197,13 @@ def _agreed_checkpoint(
 
     It has these leaves and extras, and all ranks have found the same one.
     """
-    try:
+
+    def found() -> tuple[_Checkpoint, dict[str, str]]:
         checkpoint = _Checkpoint(_complete_folder(path))
         _check_fits(checkpoint.kinds, path, leaves_by_name, replicas)
-        names = record_names(extras, checkpoint.extras, path, mesh)
-    except Exception as error:
-        if mesh is not None:
-            failure = Failure("load", f"{type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the error of this rank is more specific
-                agree(session_of(mesh), "load", failure, lambda by_rank: "")
-        raise
-    if mesh is not None:
-        agree(session_of(mesh), "load", checkpoint.digest, _different_checkpoints)
-    return checkpoint, names
+        return checkpoint, record_names(extras, checkpoint.extras, path, mesh)
 
-
-@contextlib.contextmanager
-def _failing_together(mesh: DeviceMesh | None) -> Iterator[None]:
-    """A context that raises on all ranks if its body fails on one of them.
-
-    Raises: the error of this rank, or else RuntimeError with the error of another rank.
-    """
-    own_error = None
-    try:
-        yield
-    except Exception as error:
-        own_error = error
-    if mesh is not None:
-        own_text = f"{type(own_error).__name__}: {own_error}" if own_error is not None else ""
-        texts = everywhere(own_text, mesh)
-        failures = [
-            f"rank {rank} has failed with {text}"
-            for rank, text in zip(mesh.mesh.flatten().tolist(), texts)
-            if text
-        ]
-        if failures and own_error is None:
-            raise RuntimeError(f"load: {failures[0]}")
-    if own_error is not None:
-        raise own_error
+    return agreed(found, lambda x: x[0].digest, mesh, "load")
 
 
 @contextlib.contextmanager
@@ -250,18 +219,6 @@ def _errors_about(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _different_checkpoints(by_rank: Mapping[int, str]) -> str:
-    """The error text for ranks that have found checkpoints with different digests."""
-    by_digest = grouped((digest, rank) for rank, digest in by_rank.items())
-    lines = "".join(
-        f"  {rank_names(ranks)} found {digest[:8]}\n" for digest, ranks in by_digest.items()
-    )
-    return (
-        f"  They have found different checkpoints:\n{lines}"
-        f"The path must be on a file system of all ranks, and no other program may save to it meanwhile."
-    )
-
-
 def _complete_folder(path: Path) -> Path:
     """The folder of the complete checkpoint at a path.
 
@@ -273,8 +230,9 @@ def _complete_folder(path: Path) -> Path:
     if is_model_file(path):
         raise ValueError(
             f"load: {path} is the file of an ordinary model, and load reads the folders that zt.save writes.\n"
-            f"Load it into the model before zt.lift: model.load_state_dict(...). If only rank 0 can hold the whole "
-            f"model, build it on meta on the other ranks, and call step.shard(state, source=0)."
+            f"Shard the state, and read safetensors into it, each rank its own part: "
+            f"zt.load_weights(zt.state_dict(model, state), {str(path)!r}). Load another file into the model before "
+            f"zt.lift: model.load_state_dict(...)."
         )
     hint = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
@@ -321,13 +279,13 @@ def _check_fits(
             )
 
 
-def _is_integral(dtype: torch.dtype) -> bool:
+def is_integral(dtype: torch.dtype) -> bool:
     """Whether the values of a dtype are integers."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises: ValueError if one of these integers does not fit `dtype`."""
+def check_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises: ValueError if one of these integers, which are loaded into a leaf of `dtype`, does not fit it."""
     local = values.to_local() if isinstance(values, DTensor) else values
     # In NumPy, because torch has no minimum of unsigned dtypes wider than a byte.
     array = local.cpu().numpy()

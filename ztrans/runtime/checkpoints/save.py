@@ -87,8 +87,7 @@ def save(
     if is_model_file(target):
         raise ValueError(
             f"save: {target} has the name of a file of an ordinary model, and save writes a folder.\n"
-            f"Write such a file yourself, on one rank: params = step.unshard(state)['params'], on all ranks, then "
-            f"model.save_pretrained(folder, state_dict=params), torch.save or safetensors."
+            f"Write the weights as safetensors, for other programs: zt.export(folder, zt.state_dict(model, state))."
         )
     if keep is not None:
         _check_keep(target, keep)
