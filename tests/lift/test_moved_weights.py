@@ -67,7 +67,7 @@ def test_a_module_whose_weights_are_in_a_state_says_what_to_write(mesh, use):
     assert str(error.value) == (
         "the weights of Sequential are in the state of a step, and the module has none.\n"
         "  1. To evaluate or to generate with them: step.eval(fn)(state, *batch), where fn(*batch) uses the module.\n"
-        "  2. To save them: zt.save(path, state).\n"
+        "  2. To save them: zt.save(path, state), or as safetensors zt.export(path, zt.state_dict(model, state)).\n"
         "  3. To use the module until the next step: zt.write_back(model, optimizer, step.unshard(state))."
     )
 

@@ -137,7 +137,7 @@ def _refusals(model: nn.Module) -> Iterator[RemovableHandle]:
     refusal = _Refusal(
         f"the weights of {type(model).__name__} are in the state of a step, and the module has none.\n"
         f"  1. To evaluate or to generate with them: step.eval(fn)(state, *batch), where fn(*batch) uses the module.\n"
-        f"  2. To save them: zt.save(path, state).\n"
+        f"  2. To save them: zt.save(path, state), or as safetensors zt.export(path, zt.state_dict(model, state)).\n"
         f"  3. To use the module until the next step: zt.write_back(model, optimizer, step.unshard(state))."
     )
     for module in model.modules():

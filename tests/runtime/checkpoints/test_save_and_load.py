@@ -220,12 +220,18 @@ def test_a_resumed_optimizer_passes_both_ways(tmp_path):
     assert same(resumed["optimizer"], state["optimizer"])
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_the_file_of_an_ordinary_model_is_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, advice",
+    [
+        ("model.pt", r"model.load_state_dict\(\.\.\.\).*source=0"),
+        ("model.safetensors", r"zt.load_weights\(zt.state_dict\(model, state\), path\)"),
+    ],
+)
+def test_the_file_of_an_ordinary_model_is_refused(tmp_path, name, advice):
     *_, step, state = lifted()
     with pytest.raises(ValueError, match=r"(?s)save: .* save writes a folder.*zt.export\(folder, "):
         zt.save(tmp_path / name, state)
-    with pytest.raises(ValueError, match=r"(?s)load: .*model.load_state_dict\(\.\.\.\).*source=0"):
+    with pytest.raises(ValueError, match=f"(?s)load: .*{advice}"):
         zt.load(tmp_path / name, state, step)
 
 

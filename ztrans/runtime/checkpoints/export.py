@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedWriter
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -147,7 +146,6 @@ def _write(unfinished: Path, files: Sequence[_File], named: Weights, ranks: Rank
     receivers = [[file_of[leaf].writer] for leaf in order]
     largest = max(leaf.nbytes for leaf in order)
     error: Exception | None = None
-    output: BufferedWriter | None = None
     session = named.session
     with session.leaving("export") if session is not None else contextlib.nullcontext():
         for leaf, whole in whole_leaves(order, receivers, ranks, largest):
@@ -156,16 +154,15 @@ def _write(unfinished: Path, files: Sequence[_File], named: Weights, ranks: Rank
             # A rank that cannot write goes on to send what the others wait for.
             try:
                 file = file_of[leaf]
-                if leaf is file.leaves[0]:
-                    output = (unfinished / file.name).open("wb")
-                    output.write(file.header(_metadata(named)))
-                assert output is not None
-                output.write(whole.cpu().view(-1).view(torch.uint8).numpy().data)
-                del whole  # before the next one is received
-                if leaf is file.leaves[-1]:
+                is_first = leaf is file.leaves[0]
+                with (unfinished / file.name).open("wb" if is_first else "ab") as output:
+                    if is_first:
+                        output.write(file.header(_metadata(named)))
+                    output.write(whole.cpu().view(-1).view(torch.uint8).numpy().data)
+                    del whole  # before the next one is received
                     output.flush()
-                    os.fsync(output.fileno())
-                    output.close()
+                    if leaf is file.leaves[-1]:
+                        os.fsync(output.fileno())
             except Exception as own_error:
                 error = own_error
     with failing_together(named.mesh, "export"):

@@ -228,11 +228,17 @@ def _complete_folder(path: Path) -> Path:
     if complete is not None:
         return complete
     if is_model_file(path):
+        advice = (
+            "Load it into the model before zt.lift: model.load_state_dict(...). If only rank 0 can hold the whole "
+            "model, build it on meta on the other ranks, and call step.shard(state, source=0)."
+        )
+        if path.suffix == ".safetensors":
+            advice = (
+                "Shard the state, and read the file into it, each rank its own part: "
+                "zt.load_weights(zt.state_dict(model, state), path)."
+            )
         raise ValueError(
-            f"load: {path} is the file of an ordinary model, and load reads the folders that zt.save writes.\n"
-            f"Shard the state, and read safetensors into it, each rank its own part: "
-            f"zt.load_weights(zt.state_dict(model, state), {str(path)!r}). Load another file into the model before "
-            f"zt.lift: model.load_state_dict(...)."
+            f"load: {path} is the file of an ordinary model, and load reads the folders that zt.save writes.\n{advice}"
         )
     hint = " The first save to it has failed, was killed, or runs in another program."
     raise FileNotFoundError(
