@@ -59,12 +59,21 @@ if __name__ == "__main__":
     dist.all_gather(of_all, mine)
     row["differ"] = not torch.equal(of_all[0], of_all[-1])
 
+    plain = zt.shard_params(mesh, axis=("host", "dp"))(local_step)
+    try:
+        plain.shard(current)
+    except RuntimeError as error:
+        row["apart"] = str(error)
+
     current, _ = step(current, batches(1)[0][RANK], True)
     mine = step.unshard(current)["params"]["up"]
     dist.all_gather(of_all, mine)
     row["synchronized"] = all(torch.equal(x, mine) for x in of_all)
 
-    plain = zt.shard_params(mesh, axis=("host", "dp"))(local_step)
+    together = plain.unshard(plain.shard({"params": current["params"]}))
+    row["together"] = torch.equal(together["params"]["up"], mine)
+    again = step.shard(current)  # replicas stay apart
+    row["again"] = bits(step.unshard(again)) == bits(step.unshard(current))
     zt.save(folder / "plain", plain.shard(state())).result()
     begun = step.unshard(zt.load(folder / "plain", state(), step))
     row["from_plain"] = torch.equal(begun["params"]["up"], state()["params"]["up"])

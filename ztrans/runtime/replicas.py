@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..calling.leaf_records import RECORDS
 from ..ir.axes import groups_along
 from .agreement import agree
 from .session import session_of
@@ -39,11 +40,19 @@ def agree_on_state(
     """Compare each leaf of a state between the ranks that differ only along the axes of that leaf.
 
     Along the other axes of the mesh, such as an axis of tensor parallelism, ranks may hold different leaves. With a
-    `source`, only the values of this one rank are used, so values are not compared.
+    `source`, only the values of this one rank are used, so values are not compared. Of DTensors, only the parts of
+    replicas that have trained apart are compared.
 
     Raises: RuntimeError on every rank, naming the first leaf that differs.
     """
-    descriptions = [_described(path, x, source is None) for path, x in zip(paths, leaves)]
+    descriptions = []
+    for path, x, leaf_axes in zip(paths, leaves, axes):
+        if isinstance(x, DTensor):
+            # Compare parts along the axes of replicas alone. Along other axes, they are parts of one leaf.
+            is_of_replicas = {*leaf_axes} <= {*RECORDS.of(x).independent}
+            descriptions.append(_described_dtensor(path, x, is_of_replicas))
+        else:
+            descriptions.append(_described(path, x, source is None))
 
     def explain(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
         text = _path_difference(by_rank)
@@ -58,9 +67,12 @@ def agree_on_state(
     agree(session_of(mesh), "shard", descriptions, explain)
 
 
+def _described_dtensor(path: str, x: DTensor, compare_values: bool) -> Leaf:
+    values = digest(x.to_local()) if compare_values and not x.is_meta else None
+    return Leaf(path, f"a DTensor {list(x.shape)} of {x.dtype}", values)
+
+
 def _described(path: str, x: Any, compare_values: bool) -> Leaf:
-    if isinstance(x, DTensor):
-        return Leaf(path, f"a DTensor {list(x.shape)} of {x.dtype}", None)
     if not isinstance(x, torch.Tensor):
         return Leaf(path, f"a number, {x!r}", None)
     kind = f"{list(x.shape)} of {x.dtype}"
@@ -135,8 +147,14 @@ def _leaf_difference(first_leaf: Leaf, leaf: Leaf, first: int, rank: int) -> str
             f"Build the same state on every rank, or let one rank's count: step.shard(state, source=0), where the "
             f"others hold tensors of the same shapes, which may be on meta."
         )
+    text = f"  {leaf.path} has other values on rank {rank} than on rank {first}, "
+    if leaf.kind.startswith("a DTensor"):
+        return (
+            f"{text}because replicas have trained apart (independent_axis), and this step has one model.\n"
+            f"Average them in a step first: zt.pmean(p, axis)."
+        )
     return (
-        f"  {leaf.path} has other values on rank {rank} than on rank {first}, so the ranks would train different "
-        f"replicas.\nLet the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the "
-        f"model is built, and load the same checkpoint."
+        f"{text}so the ranks would train different replicas.\n"
+        f"Let the values of rank 0 count, step.shard(state, source=0), or seed all ranks alike before the model is "
+        f"built, and load the same checkpoint."
     )

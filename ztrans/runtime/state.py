@@ -68,7 +68,10 @@ def shard_state(
         raise ValueError(
             f"shard: source={source} on a mesh of {mesh.ndim} axes; only its first rank, 0, can be the source."
         )
-    agree_on_state(mesh, [sharding.axes for sharding in shardings], paths, leaves, source)
+    compared_axes = []
+    for leaf, sharding in zip(leaves, shardings):
+        compared_axes.append(_joined_axes(leaf, sharding) or sharding.axes)
+    agree_on_state(mesh, compared_axes, paths, leaves, source)
     device = torch.device(device) if device is not None else None
     parts = []
     for leaf, sharding in zip(leaves, shardings):
@@ -81,6 +84,14 @@ def shard_state(
             mark_unwritten(part, leaf)
         parts.append(part)
     return pytree.tree_unflatten(parts, tree)
+
+
+def _joined_axes(leaf: Any, sharding: LeafSharding) -> tuple[str, ...]:
+    """The axes along which a leaf was that of replicas that train apart, and is one leaf from now on."""
+    if not isinstance(leaf, DTensor):
+        return ()
+    own_axes = RECORDS.of(leaf).independent
+    return tuple(axis for axis in own_axes if axis not in sharding.independent)
 
 
 def with_replicas(leaf: DTensor) -> DTensor:
