@@ -12,6 +12,7 @@ from torch.func import functional_call, grad_and_value
 import ztrans as zt
 from tests.support.programs import mlp, params_of
 from tests.support.worlds import ALL, clone, default_dtype, distance, slices
+from ztrans.tracing.eager_marks import EagerMarks
 
 RANKS = 2
 LOSS = r"step computes its loss from a gradient of .*\n  at .*test_inner_gradients.py:\d+ in .*\n.*zt.pvary\(params, x\)"
@@ -98,6 +99,42 @@ def test_the_inner_gradients_of_a_task_are_not_averaged(stage):
     shard = zt.shard_params(zt.AbstractMesh(dp=RANKS), stage=stage)
     mine, wanted = trained(step, state, tasks(), shard, *ALL)
     assert distance(mine, wanted) <= 1e-12
+
+
+def test_a_lifted_loop_over_tasks():
+    def make():
+        torch.manual_seed(0)
+        net = model()
+        adam = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        def loop_step(xs, ys):
+            adam.zero_grad()
+            for x, y in zip(xs, ys):
+                params = zt.pvary(dict(net.named_parameters()), x)
+                params = adapted(net, params, x[:4], y[:4])
+                loss = F.mse_loss(functional_call(net, params, (x[4:],)), y[4:]) / len(xs)
+                loss.backward()
+            adam.step()
+
+        return net, adam, loop_step
+
+    net, _, loop_step = make()
+    lifted, adam, lifted_step = make()
+    step, state = zt.lift(lifted_step, lifted, adam)
+    shard = zt.shard_params(zt.AbstractMesh(dp=RANKS))
+    lowered = shard(step).lower(state, *slices(tasks()[0], RANKS)[0])
+    for batch in tasks():
+        loop_step(*batch)
+        state, _ = lowered.lockstep(state, slices(batch, RANKS))
+    assert distance(state["params"], dict(net.named_parameters())) <= 1e-12
+
+
+def test_an_eager_step_does_not_reduce_the_gradient_of_a_varying_value():
+    x, w, g = torch.ones(2), torch.ones(3), torch.ones(3)
+    doubled = lambda x, op, axis=None: 2 * x
+    with EagerMarks([x], doubled, lambda x: x):
+        of_task, of_all = zt.ops.gradient(g, zt.pvary(w, x)), zt.ops.gradient(g, w)
+    assert torch.equal(of_task, g) and torch.equal(of_all, 2 * g)
 
 
 def test_micro_batches_of_tasks():
