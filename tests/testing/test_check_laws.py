@@ -322,12 +322,18 @@ class InItsOwnWords(zt.Transform):
         return "mine"
 
 
+@dataclass(frozen=True)
+class Int8Gathers(zt.Transform):
+    pass
+
+
 def test_the_text_of_a_transform_is_its_name_and_what_differs_from_the_defaults():
     assert repr(WithOptions(0.5)) == "with_options(limit=0.5)"
     assert (
         repr(WithOptions(1, ("a",), how=arguments))
         == "with_options(limit=1, names=('a',), how=arguments)"
     )
+    assert repr(Int8Gathers()) == "int8_gathers()"
     mesh = zt.AbstractMesh(dp=2)
     chain = zt.chain(zt.shard_params(mesh), WithOptions(0.5), zt.prefetch(), InItsOwnWords())
     assert (

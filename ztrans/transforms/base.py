@@ -120,8 +120,8 @@ class Transform:
 
     @property
     def name(self) -> str:
-        """The name of the class in snake case: `ClipByValue` and `_ClipByValue` become `clip_by_value`."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
+        """The name of the class in snake case: `Int8Gathers` and `_Int8Gathers` become `int8_gathers`."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__.lstrip("_")).lower()
 
     def __call__(self, fn: Callable[P, R]) -> Step[P, R]:
         from ..step import Step  # imported here, because `step` imports this module
