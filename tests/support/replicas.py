@@ -60,10 +60,15 @@ if __name__ == "__main__":
     row["differ"] = not torch.equal(of_all[0], of_all[-1])
 
     plain = zt.shard_params(mesh, axis=("host", "dp"))(local_step)
-    try:
-        plain.shard(current)
-    except RuntimeError as error:
-        row["apart"] = str(error)
+    row["apart"] = []
+    for refused in (
+        lambda: plain.shard(current),
+        lambda: zt.export(folder / "weights", current["params"]),
+    ):
+        try:
+            refused()
+        except (RuntimeError, ValueError) as error:
+            row["apart"].append(str(error))
 
     current, _ = step(current, batches(1)[0][RANK], True)
     mine = step.unshard(current)["params"]["up"]
@@ -72,6 +77,9 @@ if __name__ == "__main__":
 
     together = plain.unshard(plain.shard({"params": current["params"]}))
     row["together"] = torch.equal(together["params"]["up"], mine)
+    zt.export(folder / "weights", current["params"])
+    read = zt.load_weights({"up": torch.empty(6, 5), "down": torch.empty(5)}, folder / "weights")
+    row["exported"] = torch.equal(read["up"], mine)
     again = step.shard(current)  # replicas stay apart
     row["again"] = bits(step.unshard(again)) == bits(step.unshard(current))
     zt.save(folder / "plain", plain.shard(state())).result()

@@ -102,6 +102,20 @@ def sent_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and x.is_floating_point() else x.dtype
 
 
+def _copies_differ(name: str, x: torch.Tensor, first: int, rank: int) -> ValueError:
+    text = f"{name} has other values on rank {rank} than on rank {first}, "
+    independent = RECORDS.of(x).independent
+    if independent:
+        return ValueError(
+            f"{text}because replicas have trained apart (independent_axis).\n"
+            f"Average them in a step first: zt.pmean(p, {independent[0]!r})."
+        )
+    return ValueError(
+        f"{text}although the layout says that they have copies. With tensor or expert parallelism, cut the leaf over "
+        f"its axis as a DTensor."
+    )
+
+
 def located(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, session: Session | None
 ) -> list[Leaf]:
@@ -112,16 +126,11 @@ def located(
         dtype: the dtype in which floats are sent; None for their own.
         session: the session of their mesh; None in one process.
 
-    Raises: ValueError on all ranks if copies of a box differ, or replicas train apart: only one would be sent.
+    Raises: ValueError on all ranks if copies of a box differ, as those of replicas that train apart: only one would be
+        sent.
     """
     mine = []
-    for name, x in tensors.items():
-        independent = RECORDS.of(x).independent
-        if independent:
-            raise ValueError(
-                f"{name} has other values on each replica of {', '.join(independent)}, because replicas train apart.\n"
-                f"Average them in a step, zt.pmean(params, {independent[0]!r}), and pass the result."
-            )
+    for x in tensors.values():
         # Reading a shard once costs less than sending it, but most leaves have no copies.
         has_copies = session is not None and not _is_split_over_all(x, len(session.ranks))
         mine.append((Box.of(x), digest(local_part(x)) if has_copies else None))
@@ -133,10 +142,7 @@ def located(
             box, values = boxes[i]
             first = rank_by_copy.setdefault(box, rank)
             if by_rank[first][i][1] != values:
-                raise ValueError(
-                    f"{name} has other values on rank {rank} than on rank {first}, although the layout says that they "
-                    f"have copies. With tensor or expert parallelism, cut the leaf over its axis as a DTensor."
-                )
+                raise _copies_differ(name, x, first, rank)
         pairs = ((boxes[i][0], rank) for rank, boxes in enumerate(by_rank))
         holders = grouped((box, rank) for box, rank in pairs if 0 not in box.shape)
         if sum(torch.Size(box.shape).numel() for box in holders) != x.numel():
