@@ -92,6 +92,8 @@ def test_terms_and_operands_with_other_layouts():
     w = value("w", 8, 4, layout=(Split("dp"),))
     assert of(lambda w: w.abs().max(), w, axes=AXES)[1].layout == (Partial("dp", "max"),)
     assert of(lambda w, s: w * s, w, value("s"), axes=AXES)[1].type == "f32[8@dp,4]"
+    assert of(lambda w: torch.where(w > 0, w, 0.0), w, axes=AXES)[1].type == "f32[8@dp,4]"
+    assert of(lambda w: w + torch.rand_like(w), w, axes=AXES)[1].type == "f32[8@dp,4]"
     with pytest.raises(
         ValueError, match=re.escape("mul of f32[8@dp,4], f32[8,4] needs a message. Gather what")
     ):
@@ -170,18 +172,29 @@ def test_a_rewriter_puts_equations_behind_what_they_read():
     assert rewritten.added == ("total",)
 
 
-def test_a_rewriter_traces_a_function_once_for_equal_types(monkeypatch):
-    traced = []
+TRACED = []
+
+
+def scaled(x, factor):
+    TRACED.append(factor)
+    return x * factor
+
+
+def test_a_rewriter_traces_a_function_once_for_equal_types():
     graph = program()
     new = ir.Rewriter(graph)
+    values = [new.emit(scaled, v, 2) for v in graph.inputs]
+    new.emit(scaled, graph.inputs[0], 2.0)  # another type
+    assert TRACED == [2, 2.0] and [v.name for v in values] == ["mul", "mul_1"]
 
-    def fn(x, factor):
-        traced.append(x.dtype)
-        return x * factor
 
-    values = [new.emit(fn, v, 2) for v in graph.inputs]
-    new.emit(fn, graph.inputs[0], 2.0)  # another type
-    assert len(traced) == 2 and [v.name for v in values] == ["mul", "mul_1"]
+def test_a_rewriter_traces_a_closure_each_time():
+    new = ir.Rewriter(program())
+    factors = [2, 3]
+    closure = lambda x: x * factors.pop(0)
+    for _ in range(2):
+        new.emit(closure, new.graph.inputs[0])
+    assert [e.args[1] for e in new.applied().eqns[:2]] == [2, 3]
 
 
 def test_the_builders_of_collectives_make_programs_that_check():

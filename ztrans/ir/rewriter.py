@@ -74,7 +74,7 @@ class Rewriter:
         """Insert the equations that compute `fn(*args)`, right after the last of the values that they read.
 
         They have the region and the user's line of the equation that computes that value. What is computed from a
-        gradient belongs to the update. Calls with the same function and equal types of values trace it once.
+        gradient belongs to the update. A function that closes over nothing is traced once for equal types of values.
 
         Args:
             fn: a function of tensors that returns new tensors (see `ir.emit`).
@@ -187,6 +187,8 @@ class Rewriter:
         return {e: i for i, e in enumerate(self.graph.eqns)}
 
     def _record(self, fn: Callable, args: Sequence[Any]) -> Recorded:
+        if getattr(fn, "__closure__", None):  # what it closes over may change between two calls
+            return record(fn, args)
         leaves, tree = pytree.tree_flatten(args)
         types: list[Hashable] = []
         for x in leaves:
