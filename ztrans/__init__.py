@@ -11,6 +11,7 @@ from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.plan import Plan
 from .profiling.calibrate import calibrate
 from .profiling.profile import Profile
+from .profiling.tuning import Tuning
 from .report.timeline import Timeline
 from .runtime.checkpoints.export import export
 from .runtime.checkpoints.extras import GlobalRng
@@ -36,7 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
-    "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
+    "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
     "ops", "overlap_grads", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat", "request_stop", "save",
     "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights", "testing", "write_back",

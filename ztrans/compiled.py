@@ -30,13 +30,14 @@ from .ir.ambient import (
 from .ir.graph import Graph
 from .ir.layout import LeafSharding
 from .ir.micro_batches import micro_batch_programs
-from .ir.printer import Printed, format_bytes, format_seconds
+from .ir.printer import Printed, format_bytes
 from .planning.cost import Memory, memory
 from .planning.limit import DoesNotFit
 from .planning.place_copies import HostIsFull
 from .planning.realise import PlanError
 from .profiling.check_finite import NonFinite, first_non_finite
 from .profiling.profile import Profile, profile_step
+from .profiling.tuning import MeasuredPlan, Tuning
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime import stop
@@ -318,32 +319,35 @@ class Compiled(Printed):
             local_program.half_weights.forget()
 
     @ends_at_user
-    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Profile]:
+    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Tuning]:
         """Record `steps` steps, plan from the measured times, record `steps` more, and keep the faster plan.
 
-        The notes of the plan give the seconds of a step on the slowest rank. The state is donated and advances. All
-        ranks must call it.
+        The state is donated and advances. All ranks must call it.
 
-        Returns: The program with the faster plan, and the first profile.
+        Returns: The program with the faster plan; and both plans as they were measured, which print which one is kept,
+            how much faster it is, and where they differ.
         """
         before = self.profile(*args, steps=steps, **kwargs)
-        lowered = self._local_program.lowered.replan(before)
-        replanned = self._of(lowered)
+        local_program = self._local_program
+        replanned = self._of(local_program.lowered.replan(before))
         after = replanned.profile(*args, steps=steps, **kwargs)
 
         # All ranks decide by the same two numbers, so they keep the same plan.
         seconds = before.timeline.seconds, after.timeline.seconds
         by_rank = [seconds] if self._mesh is None else everywhere(seconds, self._mesh)
         first, second = map(max, zip(*by_rank))
-        note = f"measured {format_seconds(second)} a step, where the plan before took {format_seconds(first)}"
-        faster = replanned._local_program
-        if second >= first:
-            faster = self._local_program
-            note = f"{note} and was kept"
-        plan = dataclasses.replace(faster.lowered.plan, notes=(*faster.lowered.plan.notes, note))
+        new_program = replanned._local_program
+        tuning = Tuning(
+            self.lowered.graph.name,
+            MeasuredPlan(local_program.lowered.plan, before, first),
+            MeasuredPlan(new_program.lowered.plan, after, second),
+        )
+        faster = new_program if tuning.kept is tuning.after else local_program
+        notes = *faster.lowered.plan.notes, f"measured: {tuning.verdict}"
+        plan = dataclasses.replace(faster.lowered.plan, notes=notes)
         lowered = dataclasses.replace(faster.lowered, plan=plan, cluster=replanned.lowered.cluster)
         binding = Binding(faster._replace(lowered=lowered))
-        return dataclasses.replace(self, lowered=lowered, binding=binding), before
+        return dataclasses.replace(self, lowered=lowered, binding=binding), tuning
 
     @property
     def _mesh(self) -> DeviceMesh | None:

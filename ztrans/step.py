@@ -39,7 +39,7 @@ from .planning.place_copies import HostIsFull
 from .planning.plan import Plan
 from .planning.realise import OtherProgramError, OverLimitError
 from .profiling.check_finite import NonFinite
-from .profiling.profile import Profile
+from .profiling.tuning import Tuning
 from .report.progress import stage
 from .report.tracebacks import ends_at_user
 from .runtime import stop
@@ -377,19 +377,20 @@ class Step(Generic[P, R]):
         return Step(self.fn, self.transforms, plan)
 
     @ends_at_user
-    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+    def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> Tuning:
         """Record `steps` steps, plan from the measured times, record `steps` more, and keep the faster plan.
 
         The state is donated and advances. All ranks must call it. See `Compiled.tune`.
 
-        Returns: The first profile.
+        Returns: Both plans as they were measured. Printing them says which one is kept, how much faster it is, and
+            where they differ.
         """
         compiled = self._program_on_all_ranks(*self._call_and_signature(args, kwargs))
-        tuned, profile = compiled.tune(*args, steps=steps, **kwargs)
+        tuned, tuning = compiled.tune(*args, steps=steps, **kwargs)
         # Programs for other batch sizes follow the plan of this one, so they are lowered again.
         self._cache.add(tuned)
         self._cache.remove_other_sizes(tuned.lowered.recording.signature)
-        return profile
+        return tuning
 
     @ends_at_user
     def check_finite(self, *args: P.args, **kwargs: P.kwargs) -> NonFinite | None:

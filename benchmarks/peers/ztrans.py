@@ -24,10 +24,10 @@ class Lifted:
         self, lowered: zt.stages.Lowered, shard: Callable[[], object], batch: tuple, backend: str
     ) -> None:
         self.batch = batch
-        self.compiled, profile = lowered.compile(backend=backend).tune(
+        self.compiled, tuning = lowered.compile(backend=backend).tune(
             shard(), *batch, steps=PROFILED
         )
-        self.first, self.state = profile.timeline.seconds, shard()
+        self.first, self.state = tuning.before.profile.timeline.seconds, shard()
         self.foretold = self.compiled.lowered.timeline().seconds
 
     def __call__(self) -> Tensor:

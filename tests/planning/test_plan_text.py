@@ -54,6 +54,32 @@ def test_the_full_text_of_a_plan_names_every_member():
     assert f"      {NAMES[26]},\n  ]  waited for at the end" in text
 
 
+def test_the_differences_of_two_plans_are_buckets_places_and_values():
+    """Of many, the first ones are listed. Equal plans have none."""
+    before = zt.Plan(
+        "p", ((("a", "b"), "the start"), (("c",), "the start")), ((("g",), "the end"),)
+    )
+    after = zt.Plan(
+        "p",
+        ((("a", "b"), "matmul 1"),),
+        ((("g",), "the end"),),
+        ("c",),
+        update="last",
+        on_host=("h",),
+    )
+    assert before.diff(after).splitlines() == [
+        "  gather [a, ... 1 more]  starts at matmul 1, not at the start",
+        "- gather [c]  starts at the start",
+        "+ kept from forward, not gathered again: c",
+        "+ on the host until backward: h",
+        "  update last, not eager",
+    ]
+    assert "- on the host until backward: h" in after.diff(before)
+    assert before.diff(before) == ""
+    lines = LONG.diff(zt.Plan("p")).splitlines()
+    assert len(lines) == 12 and lines[-1] == "  ... 32 more changes"
+
+
 def test_the_traffic_of_a_plan_is_not_saved(tmp_path):
     """It is computed from the program when the plan is applied."""
     LONG.save(tmp_path / "plan")

@@ -28,7 +28,9 @@ from ztrans.planning.skeleton import skeleton
 from ztrans.planning.solver.messages import message_of
 from ztrans.profiling.link_fit import Observed
 from ztrans.profiling.profile import Profile, Record, profile, recorded
-from ztrans.report.event import COMPUTE
+from ztrans.profiling.tuning import MeasuredPlan, Tuning
+from ztrans.report.event import COMPUTE, Event
+from ztrans.report.timeline import Timeline
 from ztrans.runtime.codegen import to_fx
 from ztrans.runtime.executable import executable
 
@@ -131,12 +133,12 @@ def test_after_tune_the_step_runs_another_program(alone):
     step = zt.chain(zt.shard_params(alone), *ALL)(CASE.step)
     state, batch = step.shard(CASE.state()), batches(CASE, 1)[0]
     before = step.compiled(state, *batch)
-    measured = step.tune(state, *batch, steps=1)
+    measured = step.tune(state, *batch, steps=1).before.profile
     after = step.compiled(state, *batch)
     assert after is not before and dict(after.lowered.cluster.measured) == dict(
         measured.seconds_by_signature
     )
-    assert after.lowered.plan.notes[-1].startswith("measured ")
+    assert after.lowered.plan.notes[-1].startswith("measured: ")
     state, loss = step(state, *batch)
     assert torch.isfinite(loss)
 
@@ -156,14 +158,52 @@ def test_tune_keeps_the_faster_plan(alone, monkeypatch, second):
         )
 
     monkeypatch.setattr(bound, "profile_step", with_given_seconds)
-    kept, _ = compiled.tune(state, *batch, steps=1)
-    verdict = f"measured {second:.2f} s a step, where the plan before took 2.00 s"
-    assert kept.lowered.plan.notes[-1] == (verdict if second < 2 else f"{verdict} and was kept")
+    kept, tuning = compiled.tune(state, *batch, steps=1)
+    assert tuning.kept is (tuning.after if second < 2 else tuning.before)
+    assert tuning.kept.plan == kept.lowered.plan and tuning.kept.seconds == min(2.0, second)
+    # One rank has nothing to plan.
+    verdict = f"the measured times lead to the same plan, whose steps took 2.00 s, and then {second:.2f} s"
+    assert kept.lowered.plan.notes[-1] == f"measured: {verdict}"
+    assert tuning.verdict == verdict
     assert any(n.startswith("expected ") for n in kept.lowered.plan.notes) == (second < 2)
     assert (kept.binding.local_program.runner is compiled.binding.local_program.runner) == (
         second > 2
     )
     assert torch.isfinite(kept(state, *batch)[1])
+
+
+@pytest.mark.parametrize("second, verdict", [
+    (1.0, "the new plan is kept: 1.00 s a step, and 2.00 s before (-50.0%)"),
+    (3.0, "the plan before is kept: 2.00 s a step, and 3.00 s with the new one (+50.0%)"),
+])  # fmt: skip
+def test_a_tuning_prints_which_plan_is_kept_how_much_faster_it_is_and_where_they_differ(
+    second, verdict
+):
+    start = next(
+        e
+        for e in on_ranks(CASE, 2, zt.shard_params(zt.AbstractMesh(dp=2))).graph.eqns
+        if is_start(e)
+    )
+
+    def measured(plan, seconds, stall):
+        gather = Event("dp gather", 0.0, 1.0, start, stall)
+        timeline = Timeline("train, measured", seconds, (gather,), ())
+        return MeasuredPlan(plan, Profile(timeline, {}, ()), seconds)
+
+    old = zt.Plan("p", gathers=((("w",), "the start"),))
+    new = zt.Plan("p", gathers=((("w",), "matmul 1"),), notes=("expected 1.50 s a step",))
+    tuning = Tuning("train", measured(old, 2.0, 0.5), measured(new, second, 0.25))
+    assert repr(tuning) == f"Tuning(train: {verdict})"
+    assert [" ".join(line.split()) for line in str(tuning).splitlines()] == [
+        f"train: {verdict}",
+        "before new",
+        f"step, slowest rank 2.00 s {second:.2f} s",
+        "exposed 500.00 ms 250.00 ms",
+        "dp param 500.00 ms 250.00 ms",
+        "expected 1.50 s a step",
+        "from the plan before (-) to the new one (+):",
+        "gather [w] starts at matmul 1, not at the start",
+    ]
 
 
 @pytest.mark.slow

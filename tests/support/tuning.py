@@ -19,7 +19,7 @@ def tuned(mesh, report) -> None:
     state, plain_state = step.shard(case.state()), plain.shard(case.state())
     state, _ = step(state, *part)
     predicted = step.compiled(state, *part).lowered.cost_analysis().wire_bytes
-    measured = step.tune(state, *part, steps=2)
+    measured = step.tune(state, *part, steps=2).before.profile
     state, _ = step(state, *part)
     for _ in range(6):
         plain_state, _ = plain(plain_state, *part)

@@ -528,7 +528,7 @@ def test_a_recorded_step_advances_the_state_and_tunes_the_plan():
     step = zt.accumulate(3)(train)
     state = new_state()
     wanted = new_state()
-    profile = step.tune(state, *batch(), steps=2)
+    profile = step.tune(state, *batch(), steps=2).before.profile
     for _ in range(4):
         wanted, _ = loop(wanted, *batch(), 3)
     assert same(state, wanted)

@@ -24,6 +24,12 @@ from ..ir.wire_traffic import WireTraffic
 
 WRITTEN = "as written"  # the program keeps its order, updates included
 _UPDATES = ("eager", "last", WRITTEN)
+# The fields that name values, and what happens to these.
+_VALUES = {
+    "dropped": "kept from forward, not gathered again",
+    "recomputed": "recomputed in backward",
+    "on_host": "on the host until backward",
+}
 _MOST_LINES = 12  # the most buckets of one kind that print; more of them fold
 
 MemberNames = tuple[str, ...]
@@ -164,15 +170,35 @@ class Plan:
         lines = [title, *_summary(self)]
         lines += _bucket_lines("gather", "starts at", self.gathers, full)
         lines += _bucket_lines("reduce", "waited for at", self.reductions, full)
-        if self.dropped:
-            start = "  kept from forward, not gathered again: "
-            lines += _member_lines(start, self.dropped, "", full)
-        if self.recomputed:
-            lines += _member_lines("  recomputed in backward: ", self.recomputed, "", full)
-        if self.on_host:
-            lines += _member_lines("  on the host until backward: ", self.on_host, "", full)
+        for field, text in _VALUES.items():
+            if getattr(self, field):
+                lines += _member_lines(f"  {text}: ", getattr(self, field), "", full)
         for note in self.notes:
             lines += wrap(f"  note: {note}")
+        return "\n".join(lines)
+
+    def diff(self, new: Plan) -> str:
+        """The changes from this plan to another one of the same program: buckets, places, and what else differs.
+
+        >>> before = Plan("p", gathers=((("a", "b"), "the start"), (("c",), "the start")))
+        >>> print(before.diff(Plan("p", gathers=((("a", "b"), "matmul 1"),), dropped=("c",))))
+          gather [a, ... 1 more]  starts at matmul 1, not at the start
+        - gather [c]  starts at the start
+        + kept from forward, not gathered again: c
+        """
+        lines = _changed_buckets("gather", "starts at", self.gathers, new.gathers)
+        lines += _changed_buckets("reduce", "waited for at", self.reductions, new.reductions)
+        for field, text in _VALUES.items():
+            old_names = getattr(self, field)
+            new_names = getattr(new, field)
+            for sign, names, others in (("-", old_names, new_names), ("+", new_names, old_names)):
+                only_here = [name for name in names if name not in others]
+                if only_here:
+                    lines.append(f"{sign} {text}: {fold(only_here)}")
+        if self.update != new.update:
+            lines.append(f"  update {new.update}, not {self.update}")
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES - 1 :] = [f"  ... {len(lines) - _MOST_LINES + 1} more changes"]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -225,6 +251,23 @@ def _bucket_lines(kind: str, verb: str, buckets: NamedBuckets, full: bool) -> li
         lines += _member_lines(f"  {kind} [", members, f"]  {verb} {place}", full)
     if folds:
         lines.append(f"  ... {len(buckets) - len(first_buckets)} more, by as_text(full=True)")
+    return lines
+
+
+def _changed_buckets(kind: str, verb: str, before: NamedBuckets, after: NamedBuckets) -> list[str]:
+    """The buckets of one kind that only one of two plans has, and those that have another place."""
+    old_places = dict(before)
+    new_places = dict(after)
+    lines = []
+    for members, place in before:
+        new_place = new_places.get(members)
+        if new_place is None:
+            lines.append(f"- {kind} [{fold(members)}]  {verb} {place}")
+        elif new_place != place:
+            lines.append(f"  {kind} [{fold(members)}]  {verb} {new_place}, not at {place}")
+    for members, place in after:
+        if members not in old_places:
+            lines.append(f"+ {kind} [{fold(members)}]  {verb} {place}")
     return lines
 
 
