@@ -88,6 +88,26 @@ def test_values_are_converted_to_the_dtypes_of_the_weights(tmp_path):
     assert weights["w"].tolist() == [1.5, 2.0] and weights["n"] == 3
 
 
+def test_transformers_reads_an_export_and_its_own_files_are_loaded(mesh, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlamaConfig(vocab_size=60, tie_word_embeddings=True, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    wanted = {name: x.clone() for name, x in model.state_dict().items()}
+    plain, state = zt.lift(lambda ids: model(input_ids=ids, labels=ids).loss, model)
+    step = zt.shard_params(mesh)(plain)
+    weights = zt.state_dict(model, step.shard(state))
+    zt.export(tmp_path / "out", weights, max_file_bytes=3000)
+    config.save_pretrained(tmp_path / "out")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(x, wanted[name]) for name, x in read.state_dict().items())
+    read.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+    for x in weights.values():
+        x.detach().zero_()
+    zt.load_weights(weights, tmp_path / "theirs")
+    assert all(torch.equal(x.full_tensor(), wanted[name]) for name, x in weights.items())
+
+
 def test_files_have_at_most_a_size_and_the_largest_leaves_first(tmp_path):
     sizes = {"a": 10, "b": 300, "c": 100, "d": 90, "e": 20}
     weights = {name: torch.randn(n) for name, n in sizes.items()}
