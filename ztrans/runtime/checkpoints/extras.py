@@ -189,8 +189,8 @@ def record_names(
             names[name] = own
         elif others:
             raise ValueError(
-                f"load: in {path}, the extra {name!r} differs from rank to rank, or is a generator, and was saved by "
-                f"{others[0].rpartition(' of ')[2]} ranks; this world has {ranks}.\n"
+                f"load: in {path}, the extra {name!r} differs from rank to rank, or is a generator, and was saved in "
+                f"a world of size {others[0].rpartition(' of ')[2]}; this one has size {ranks}.\n"
                 f"Leave it out of `extras`, and start it again on each rank: seed a generator with another number "
                 f"than before, and begin an epoch of the data."
             )
