@@ -206,7 +206,7 @@ def _one_set_of_axes(
     for path, leaf, sharding in zip(paths, leaves, shardings):
         if UserSharding.of(leaf, sharding.axes) is not None:
             problem = f"{path} is a DTensor that the step itself divides"
-        elif set(members_of(sharding.axes)) != set(every_axis):
+        elif set(members_of(sharding.axes)) != set(every_axis) - set(sharding.independent):
             axes, others = (", ".join(map(repr, x)) for x in (sharding.axes, every_axis))
             problem = f"{path} lives on the axes {axes}, and the step on {others}"
         else:

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.worlds import distance
 from tests.transforms.test_independent_axis import batches, local_step, state
 
 RANK = int(os.environ.get("RANK", 0))
@@ -51,6 +52,11 @@ if __name__ == "__main__":
     for xs in batches(3):
         resumed, _ = step(resumed, xs[RANK], False)
     row = {"rank": RANK, "went_on": went_on, "resumed": bits(step.unshard(resumed))}
+    eager = zt.load(folder / "apart", state(), step)
+    with zt.eager():
+        for xs in batches(3):
+            eager, _ = step(eager, xs[RANK], False)
+    row["eager"] = distance(step.unshard(eager)["params"], step.unshard(resumed)["params"])
 
     up = dcp.FileSystemReader(folder / "apart").read_metadata().state_dict_metadata["params.up"]
     row["shape"] = list(up.size)

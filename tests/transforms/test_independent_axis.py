@@ -273,6 +273,7 @@ def test_replicas_are_saved_and_resume_with_their_bits(ranks, stage):
     for row in rows:
         assert row["differ"] and row["shape"] == [2, 6, 5]
         assert row["resumed"] == row["went_on"], "bits of this rank's replica"
+        assert row["eager"] < 1e-6
         assert row["synchronized"], "equal on all hosts after a pmean"
         assert row["together"] and row["again"], "shard for one model, and for replicas"
         assert row["exported"]
