@@ -451,7 +451,8 @@ class Doubled(torch.autograd.Function):
         return 2 * g
 
 
-def test_a_parameter_taken_before_the_loop_may_not_go_to_an_autograd_function():
+@pytest.mark.parametrize("by_grad", [False, True])
+def test_a_parameter_taken_before_the_loop_may_not_go_to_an_autograd_function(by_grad):
     """PyTorch calls it with the tensor itself, so its gradient would be that of the module's own parameter."""
     model = make_model()
     optimizer, params = of("SGD", lr=0.1)(model), list(model.parameters())
@@ -459,7 +460,11 @@ def test_a_parameter_taken_before_the_loop_may_not_go_to_an_autograd_function():
     def loop_step(x, y):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y) + Doubled.apply(params[0]).sum()
-        loss.backward()
+        if by_grad:
+            for p, g in zip(params, torch.autograd.grad(loss, params)):
+                p.grad = g
+        else:
+            loss.backward()
         optimizer.step()
         return loss
 

@@ -16,7 +16,7 @@ Private torch APIs live here; checked on torch 2.11, 2.13 and 2.14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..ir.graph import Var
 from ..ir.nested import tensors_in
 from ..ir.source import user_source
 from .errors import FAILURES, failed, operator_without_rule, outside_tensor
-from .gradient_marks import BACKWARDS, MarkGradients, check_differentiable
+from .gradient_marks import BACKWARDS, MarkGradients, checked_losses, leaves_of
 from .higher_order import call_closed
 from .known_values import storage_of
 from .tensor_scalars import with_tensor_scalar
@@ -60,7 +60,8 @@ class StepFunctions(MarkGradients):
             if func in _READERS:
                 self._check_traced(args)
             if func in _DERIVATIVES:
-                check_differentiable(self.step, *args[:1], **kwargs)
+                # No mode sees what an autograd.Function is called with.
+                self._check_traced(leaves_of(checked_losses(self.step, *args[:1], **kwargs)))
             return self._run(func, args, kwargs)
         except tuple(FAILURES) as error:
             # A subclass is an error of ours or the user's.
@@ -90,11 +91,7 @@ class StepFunctions(MarkGradients):
             transform = error.args[0].name.lower()
             raise operator_without_rule(func, transform, user_source(), self.step) from None
 
-    def check_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raises: ValueError for a tensor from outside of the step, which an autograd.Function got: no mode sees it."""
-        self._check_traced(leaves)
-
-    def _check_traced(self, args: Sequence) -> None:
+    def _check_traced(self, args: tuple | list) -> None:
         """Raises: ValueError for a tensor from outside of the step."""
         for x in tensors_in(args):
             if type(x) in _PLAIN and not is_functorch_wrapped_tensor(x):

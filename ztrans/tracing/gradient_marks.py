@@ -37,15 +37,13 @@ class MarkGradients(TorchFunctionMode):
             return marked_gradients(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def check_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raise for a leaf of a backward pass that the step may not use; by default none."""
 
-
-def check_differentiable(step: str, outputs: Any = None, tensors: Any = None, **_: Any) -> None:
-    """Raises: ValueError for a loss that depends on nothing that requires a gradient."""
-    losses = outputs if tensors is None else tensors
-    if not any(x.requires_grad for x in _listed(losses)):
+def checked_losses(step: str, outputs: Any = None, tensors: Any = None, **_: Any) -> list:
+    """The losses of a derivative. Raises: ValueError if they depend on nothing that requires a gradient."""
+    losses = _listed(outputs if tensors is None else tensors)
+    if not any(x.requires_grad for x in losses):
         raise no_gradient(user_source(), step)
+    return losses
 
 
 def marked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
@@ -65,7 +63,7 @@ def backward(
     inputs=None,
     retain_graph=None,
     create_graph=False,
-    mode: MarkGradients,
+    mode: TorchFunctionMode,
 ) -> None:
     """`loss.backward(gradient)` or `torch.autograd.backward(losses, grad_tensors)`: add the gradients to `.grad`.
 
@@ -73,8 +71,7 @@ def backward(
     """
     losses = _listed(loss)
     seeds = gradient if grad_tensors is None else grad_tensors
-    leaves = _leaves(losses) if inputs is None else _listed(inputs)
-    mode.check_leaves(leaves)
+    leaves = leaves_of(losses) if inputs is None else _listed(inputs)
     gradients = torch.autograd.grad(
         losses,
         leaves,
@@ -132,7 +129,7 @@ def _listed(tensors: Any) -> list:
     return list(tensors.values()) if isinstance(tensors, dict) else list(tensors)
 
 
-def _leaves(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+def leaves_of(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward pass would reach."""
 
     def next_nodes(node: Any) -> list:
