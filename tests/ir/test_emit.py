@@ -32,7 +32,7 @@ def of(fn, *args, **options):
 
 
 @pytest.mark.parametrize("fn", [
-    lambda x, y: torch.where(x > 0, x * 2, 0.0) + y,
+    lambda x, y: (x * 2).masked_fill(x < 0, 0.0) + y,
     lambda x, y: torch.nn.functional.layer_norm(x, (6,), y, None),
     lambda x, y: (x @ x.t()).max(dim=0).values,
     lambda x, y: torch.stack([x, x.detach()]).sum(0).view(-1, 3).mean() + torch.zeros_like(y),
@@ -92,7 +92,7 @@ def test_terms_and_operands_with_other_layouts():
     w = value("w", 8, 4, layout=(Split("dp"),))
     assert of(lambda w: w.abs().max(), w, axes=AXES)[1].layout == (Partial("dp", "max"),)
     assert of(lambda w, s: w * s, w, value("s"), axes=AXES)[1].type == "f32[8@dp,4]"
-    assert of(lambda w: torch.where(w > 0, w, 0.0), w, axes=AXES)[1].type == "f32[8@dp,4]"
+    assert of(lambda w: w.masked_fill(w < 0, 0.0), w, axes=AXES)[1].type == "f32[8@dp,4]"
     assert of(lambda w: w + torch.rand_like(w), w, axes=AXES)[1].type == "f32[8@dp,4]"
     with pytest.raises(
         ValueError, match=re.escape("mul of f32[8@dp,4], f32[8,4] needs a message. Gather what")
@@ -105,6 +105,8 @@ def test_terms_and_operands_with_other_layouts():
 @pytest.mark.parametrize("fn, problem", [
     (lambda x: x.add_(1), r"aten.add_.Tensor changes a tensor in place. Use the operation that returns a new one"),
     (lambda x: x * torch.ones(4, device=x.device), "aten.ones.default makes a tensor from no argument"),
+    (lambda x: torch.where(x > 0, x, 0.0), "In place of torch.where with a number, use masked_fill"),
+    (lambda x: torch.zeros_like(x, device="cpu"), "aten.zeros_like.default names a device. Leave it out"),
     (lambda x: x * torch.tensor(3.0), "it reads a tensor from outside. Pass it as an argument, or write a number"),
 ])  # fmt: skip
 def test_what_a_function_may_not_do(fn, problem):

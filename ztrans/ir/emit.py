@@ -29,9 +29,6 @@ from .rules import Sizes
 from .sharding_rules import rule
 from .source import Source, where
 
-# It has no argument on a device, but a tensor without dims is valid beside tensors of every device.
-_SCALAR = torch.ops.aten.scalar_tensor.default
-
 
 class Recorded(NamedTuple):
     """The operations of a function, as `make_fx` recorded them, and the tree of its results."""
@@ -57,7 +54,7 @@ def emit(
     message for that. `zt.pmean` and its like are for the traced program, in phases 0 and 1.
 
     Args:
-        fn: a function of tensors that returns new tensors.
+        fn: a function of tensors that returns new tensors, on the device of its arguments.
         args: values of a program, in lists and dicts too, and constants.
         names: the names of the program, from which the new values get theirs.
         axes: the sizes of the mesh axes over which arguments are cut (`Graph.axes`).
@@ -128,11 +125,9 @@ def written(
             values[node] = node_args[0]
         else:
             op = node.target
-            problem = _problem(op, bool(variables((node_args, kwargs))), bool(axes))
+            problem = _problem(op, node_args, kwargs, bool(axes))
             if problem:
                 raise refused(recorded.fn, problem)
-            if op is _SCALAR:  # without the device on which `make_fx` ran it
-                kwargs = {"dtype": kwargs.get("dtype")}
             outs = _new_values(node.meta["val"], labels.get(node) or op_name(op), names)
             mark = MARKS.get(op._schema.name, op)
             eqn = Eqn(mark, node_args, tuple(outs), kwargs).like(like, region)
@@ -195,7 +190,7 @@ def _on_shards(eqn: Eqn, axes: Sizes, fn: Callable) -> Eqn:
     return eqn.replace(outs=tuple(outs))
 
 
-def _problem(op: Any, has_argument: bool, is_of_one_rank: bool) -> str:
+def _problem(op: Any, args: tuple, kwargs: dict[str, Any], is_of_one_rank: bool) -> str:
     """Why an operation cannot be an equation, and what to write; empty if it can."""
     if isinstance(op, str):
         return "it reads a tensor from outside. Pass it as an argument, or write a number."
@@ -203,8 +198,13 @@ def _problem(op: Any, has_argument: bool, is_of_one_rank: bool) -> str:
         return f"{op} runs other code. Emit that code itself."
     if any(map(is_written, op._schema.arguments)):
         return f"{op} changes a tensor in place. Use the operation that returns a new one."
-    if not has_argument and op is not _SCALAR:
-        return f"{op} makes a tensor from no argument. Make it from one, as zeros_like does."
+    if not variables((args, kwargs)):  # so nothing says on which device
+        advice = "Make it from one, as zeros_like does"
+        if op is torch.ops.aten.scalar_tensor.default:
+            advice = "In place of torch.where with a number, use masked_fill"
+        return f"{op} makes a tensor from no argument. {advice}."
+    if kwargs.get("device") is not None:
+        return f"{op} names a device. Leave it out: a program runs on the device of its inputs."
     if is_of_one_rank and op._schema.name in MARKS:
         return f"zt.{MARKS[op._schema.name]} is for phases 0 and 1. Reduce in the program of one rank by ir.reduce."
     return ""
