@@ -1,4 +1,6 @@
-"""Kill a save at each of its file operations in turn, and report what can be loaded then. Prints a line of JSON.
+"""Kill a save, or an export, at each of its file operations in turn, and report what can be loaded then.
+
+Prints a line of JSON. The argument is the name of the call: save or export.
 
 A process that is killed by SIGKILL has written a part of its files, in the order in which it wrote them. So each trial
 is a forked child that kills itself before its n-th operation on a file.
@@ -12,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +28,31 @@ def state(value: float) -> dict:
     return {"w": torch.full((5,), value), "m": {"w": torch.full((5,), -value)}, "lr": value}
 
 
-def save_until(folder: Path, operation: int) -> None:
+def save(folder: Path, value: float) -> None:
+    zt.save(folder, state(value)).result()
+
+
+def saved(folder: Path) -> dict:
+    return zt.load(folder, state(0.0), lambda state: state)
+
+
+def weights(value: float) -> dict:
+    return {**state(value), "lr": torch.tensor(value)}
+
+
+def export(folder: Path, value: float) -> None:
+    zt.export(folder, weights(value), max_file_bytes=30)
+
+
+def exported(folder: Path) -> dict:
+    return zt.load_weights(weights(0.0), folder)
+
+
+Call = tuple[Callable[[Path, float], None], Callable[[Path], dict]]
+CALLS: dict[str, Call] = {"save": (save, saved), "export": (export, exported)}
+
+
+def save_until(write: Callable[[Path, float], None], folder: Path, operation: int) -> None:
     """Save over the checkpoint, and kill this process before the given operation on a file of its folder."""
     count = [0]
 
@@ -36,41 +63,42 @@ def save_until(folder: Path, operation: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    zt.save(folder, state(2.0)).result()
+    write(folder, 2.0)
 
 
-def trial(first: Path, operation: int) -> tuple[bool, str]:
+def trial(call: Call, first: Path, operation: int) -> tuple[bool, str]:
     """Whether the save was killed at this operation, and which checkpoint is then loaded."""
     folder = first.parent / f"trial {operation}" / "checkpoint"
     shutil.copytree(first, folder)
     child = os.fork()
     if not child:
-        save_until(folder, operation)
+        save_until(call[0], folder, operation)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status), loaded_from(folder)
+    return os.WIFSIGNALED(status), loaded_from(call, folder)
 
 
-def loaded_from(folder: Path) -> str:
+def loaded_from(call: Call, folder: Path) -> str:
     """The value of a whole checkpoint, or "torn"."""
-    like = zt.load(folder, state(0.0), lambda state: state)
-    value = like["lr"]
+    like = call[1](folder)
+    value = float(like["lr"])
     whole = like["w"].eq(value).all() and like["m"]["w"].eq(-value).all()
     return f"{value:g}" if whole else "torn"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    call = CALLS[sys.argv[1]]
     with tempfile.TemporaryDirectory() as parent:
         first, loaded = Path(parent) / "first", list[str]()
-        zt.save(first, state(1.0)).result()
-        while (outcome := trial(first, len(loaded) + 1))[0]:
+        call[0](first, 1.0)
+        while (outcome := trial(call, first, len(loaded) + 1))[0]:
             loaded.append(outcome[1])
         later = []
         for operation in range(1, len(loaded) + 1, 3):
             folder = Path(parent) / f"trial {operation}" / "checkpoint"
-            zt.save(folder, state(3.0)).result()
-            later.append((loaded_from(folder), os.listdir(folder.parent)))
+            call[0](folder, 3.0)
+            later.append((loaded_from(call, folder), os.listdir(folder.parent)))
     sys.stdout.write(
         json.dumps({"loaded": loaded, "at_the_end": outcome[1], "later": later}) + "\n"
     )

@@ -181,6 +181,20 @@ def divided(folder: Path) -> None:
     )
 
 
+def different_copies(folder: Path) -> None:
+    """Leaves of which ranks that seem to hold copies have other values: only one of them would be written."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    step = zt.shard_params(mesh, axis="dp")(train_step)
+    state = step.shard({"params": {"w": torch.full((4, 2), float(mesh.get_local_rank("tp")))}})
+    texts = []
+    for call in (lambda weights: zt.export(folder / "copies", weights), zt.stream_weights):
+        try:
+            call(state)
+        except ValueError as error:
+            texts.append(str(error))
+    report("copies", texts=texts, exists=(folder / "copies").exists())
+
+
 def wrong(folder: Path, state) -> None:
     texts = []
     for call in (
@@ -205,4 +219,5 @@ if __name__ == "__main__":
     wrong(folder, state)
     streamed(state)
     divided(folder)
+    different_copies(folder)
     dist.destroy_process_group()

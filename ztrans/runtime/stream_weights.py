@@ -54,7 +54,7 @@ def stream_weights(
     members = [0] if session is None else sorted(session.ranks)
     if to is not None and to not in members:
         raise ValueError(f"stream_weights: to={to} is not a rank of the mesh, which has {members}.")
-    leaves = located(named.tensors, dtype, session)
+    leaves = located(named.tensors, dtype, session, "stream_weights")
     digests: dict[str, Any] = {}
     if since is not None:
         digests = {

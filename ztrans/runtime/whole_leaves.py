@@ -102,22 +102,11 @@ def sent_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and x.is_floating_point() else x.dtype
 
 
-def _copies_differ(name: str, x: torch.Tensor, first: int, rank: int) -> ValueError:
-    text = f"{name} has other values on rank {rank} than on rank {first}, "
-    independent = RECORDS.of(x).independent
-    if independent:
-        return ValueError(
-            f"{text}because replicas have trained apart (independent_axis).\n"
-            f"Average them in a step first: zt.pmean(p, {independent[0]!r})."
-        )
-    return ValueError(
-        f"{text}although the layout says that they have copies. With tensor or expert parallelism, cut the leaf over "
-        f"its axis as a DTensor."
-    )
-
-
 def located(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, session: Session | None
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    session: Session | None,
+    call: str,
 ) -> list[Leaf]:
     """Find out which rank holds which box of each tensor. All ranks must call it together, with the same tensors.
 
@@ -125,6 +114,7 @@ def located(
         tensors: DTensors, or tensors that are the same on all ranks, by name.
         dtype: the dtype in which floats are sent; None for their own.
         session: the session of their mesh; None in one process.
+        call: the name of the call, for errors.
 
     Raises: ValueError on all ranks if copies of a box differ, as those of replicas that train apart: only one would be
         sent.
@@ -142,15 +132,29 @@ def located(
             box, values = boxes[i]
             first = rank_by_copy.setdefault(box, rank)
             if by_rank[first][i][1] != values:
-                raise _copies_differ(name, x, first, rank)
+                raise _copies_differ(f"{call}: {name}", x, first, rank)
         pairs = ((boxes[i][0], rank) for rank, boxes in enumerate(by_rank))
         holders = grouped((box, rank) for box, rank in pairs if 0 not in box.shape)
         if sum(torch.Size(box.shape).numel() for box in holders) != x.numel():
             raise RuntimeError(
-                f"the parts of {name} do not make up the whole tensor. Are the other ranks of the mesh fake?"
+                f"{call}: the parts of {name} do not make up the whole tensor. Are the other ranks of the mesh fake?"
             )
         leaves.append(Leaf(name, local_part(x), tuple(x.shape), sent_dtype(x, dtype), holders))
     return leaves
+
+
+def _copies_differ(name: str, x: torch.Tensor, first: int, rank: int) -> ValueError:
+    text = f"{name} has other values on rank {rank} than on rank {first}, "
+    independent = RECORDS.of(x).independent
+    if independent:
+        return ValueError(
+            f"{text}because replicas have trained apart (independent_axis).\n"
+            f"Average them in a step first: zt.pmean(p, {independent[0]!r})."
+        )
+    return ValueError(
+        f"{text}although the layout says that they have copies. With tensor or expert parallelism, cut the leaf over "
+        f"its axis as a DTensor."
+    )
 
 
 def whole_leaves(

@@ -76,3 +76,11 @@ def test_leaves_with_tensor_parallelism_are_whole_in_files_and_streams(four):
     """Parts along two dims, two cuts of one dim, and copies on each host; and hosts that pass boxes on."""
     for report in of(four, "divided"):
         assert report["equal"] == [True] * 3
+
+
+def test_copies_that_differ_are_neither_written_nor_sent(four):
+    for report in of(four, "copies"):
+        export, stream = report["texts"]
+        assert export.startswith("export: w has other values on rank 1 than on rank 0, although")
+        assert stream.startswith("stream_weights: w has other values on rank 1 than on rank 0")
+        assert not report["exists"]

@@ -83,9 +83,10 @@ def test_copies_that_differ_are_not_saved(four):
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one():
+@pytest.mark.parametrize("call", ["save", "export"])
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(call):
     """A save is killed before each of its file operations in turn. A later save deletes what it has left."""
-    command = [sys.executable, str(ROOT / "tests/support/killed_saves.py")]
+    command = [sys.executable, str(ROOT / "tests/support/killed_saves.py"), call]
     run = subprocess.run(
         command,
         cwd=ROOT,

@@ -83,31 +83,37 @@ def export(
     check_dtype(dtype, "export")
     named = Weights.of(weights, "export")
     named.agree("export", target, dtype, max_file_bytes)
+    try:
+        _export(target, named, dtype, max_file_bytes)
+    except BaseException as error:
+        leave_if_cut_off(named.mesh, "export", error)
+        raise
+    return target
+
+
+def _export(path: Path, named: Weights, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     mesh, session = named.mesh, named.session
-    nonce = secrets.token_hex(4)
-    unfinished = folder.unfinished_name(
-        folder.real_path(target), nonce if mesh is None else from_first(nonce, mesh)
-    )
-    leaves = located(named.tensors, dtype, session)
+    leaves = located(named.tensors, dtype, session, "export")
     for leaf in leaves:
         check_dtype_has_name(leaf.name, leaf.dtype)
+    nonce = secrets.token_hex(4)
+    target = folder.real_path(path)
+    unfinished = folder.unfinished_name(target, nonce if mesh is None else from_first(nonce, mesh))
     ranks = Ranks.of(session)
     files = _files(leaves, len(ranks.hosts), max_file_bytes)
     try:
         with failing_together(mesh, "export"):
             if ranks.own == 0:
-                folder.check_replaceable(folder.real_path(target), folder.WEIGHTS)
+                folder.check_replaceable(target, folder.WEIGHTS)
                 folder.make(unfinished)
         _write(unfinished, files, named, ranks)
         with failing_together(mesh, "export"):
             if ranks.own == 0:
-                _finish(unfinished, folder.real_path(target), files, named)
-    except BaseException as error:
+                _finish(unfinished, target, files, named)
+    except BaseException:
         if ranks.own == 0:
             folder.delete(unfinished)
-        leave_if_cut_off(mesh, "export", error)
         raise
-    return target
 
 
 def _files(leaves: Sequence[Leaf], ranks: int, max_bytes: int) -> list[_File]:
