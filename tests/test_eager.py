@@ -5,10 +5,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
 from tests.support.lifted import batch, lifted
 from tests.support.processes import run_ranks
+from ztrans.eager_step import one_set_of_axes
+from ztrans.ir.layout import LeafSharding
 
 
 def of(figures: list[dict], check: str) -> list[dict]:
@@ -132,6 +135,35 @@ def test_numbers_of_the_state_become_tensors_and_new_leaves_keep_their_types():
         pytest.raises(ValueError, match=r"was given state.w as torch.float32 \[2\] and returned"),
     ):
         wrong({"w": torch.zeros(2)}, 2)
+
+
+def test_a_branch_of_cond_and_a_checkpoint_run_as_python(capsys):
+    def branch(a):
+        print("taken")
+        return a.sin()
+
+    def step(state, x):
+        w = state.detach().requires_grad_()
+        h = torch.cond(x.sum() > 0, branch, torch.cos, (x * w,))
+        checkpoint(lambda a: a.exp().sum(), h, use_reentrant=False).backward()
+        return state - w.grad, h
+
+    with zt.eager():
+        state, output = zt.Step.of(step)(torch.ones(2), torch.ones(2))
+    one = torch.ones(2)
+    torch.testing.assert_close(state, 1 - one.sin().exp() * one.cos())
+    assert capsys.readouterr().out == "taken\n" and not output.requires_grad
+
+
+def test_leaves_on_different_axes_are_refused_by_name():
+    shardings = LeafSharding(("dp",)), LeafSharding(("dp", "ep"))
+    with pytest.raises(
+        ValueError, match=r"eager: state.w lives on the axes 'dp', and the step on 'dp', 'ep'"
+    ) as error:
+        one_set_of_axes("step", ["state.w", "state.v"], [1.0, 2.0], shardings, ("dp", "ep"))
+    assert "step.check_finite(state, *batch)" in str(error.value)
+    apart = [LeafSharding(("dp",), independent=("host",))]
+    assert one_set_of_axes("step", ["state.w"], [1.0], apart, ("dp", "host")) == ("dp",)
 
 
 def test_an_evaluation_runs_eagerly_too():

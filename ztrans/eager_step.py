@@ -32,8 +32,7 @@ from .runtime.failure import Writes, check_ended, ending_together
 from .runtime.replicas import digest
 from .runtime.session import session_of
 from .runtime.state import unshard_state
-from .tracing.eager_marks import EagerMarks
-from .tracing.gradient_marks import MarkGradients
+from .tracing.eager_marks import EagerFunctions, EagerMarks
 from .tracing.trace import check_result
 from .transforms.base import Transform, all_axes
 
@@ -159,7 +158,7 @@ def run_eagerly(
     leaves, tree = pytree.tree_flatten(call.state)
     check_ended(leaves, name)
     check_written(name, paths, leaves)
-    axes = _one_set_of_axes(name, paths, leaves, shardings, all_axes(transforms, shardings))
+    axes = one_set_of_axes(name, paths, leaves, shardings, all_axes(transforms, shardings))
     ranks = _Ranks(mesh, axes)
     session = session_of(mesh) if mesh is not None else None
     if mesh is not None:
@@ -178,7 +177,7 @@ def run_eagerly(
         batch = [x for x in pytree.tree_leaves(seen.batch) if isinstance(x, torch.Tensor)]
         marks = EagerMarks(batch, ranks.reduce, ranks.of_first_rank)
         # In one thread, so that all ranks reduce in the same order.
-        with torch.autograd.set_multithreading_enabled(False), marks, MarkGradients():
+        with torch.autograd.set_multithreading_enabled(False), marks, EagerFunctions():
             result = seen.run(fn)
         check_result(name, result, call.state)
         new_state, output = result
@@ -192,7 +191,7 @@ def run_eagerly(
     return pytree.tree_unflatten(kept, tree), output
 
 
-def _one_set_of_axes(
+def one_set_of_axes(
     name: str,
     paths: Sequence[str],
     leaves: Sequence[Any],

@@ -20,6 +20,7 @@ from ..ir.ambient import without_function_modes
 from ..ir.nested import tensors_in
 from ..ir.op_facts import draws, is_written
 from ..ops import EVERY_AXIS
+from .gradient_marks import MarkGradients
 
 _GRADIENT = torch.ops.ztrans.gradient.default
 _REDUCTIONS: Mapping[Any, str] = {
@@ -100,6 +101,17 @@ class EagerMarks(TorchDispatchMode):
     def _reduced(self, x: torch.Tensor, op: str, axis: str | None = None) -> torch.Tensor:
         with torch.no_grad(), without_function_modes():
             return self._reduce(x, op, axis)
+
+
+class EagerFunctions(MarkGradients):
+    """Marks gradients, and runs the branch of a `cond` that is taken as ordinary Python."""
+
+    def run(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is not torch.ops.higher_order.cond:
+            return super().run(func, args, kwargs)
+        condition, if_true, if_false, *operands = (*args, *kwargs.values())
+        with self:
+            return (if_true if condition else if_false)(*(operands[0] if operands else ()))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
