@@ -63,8 +63,8 @@ def test_the_page_shows_lines_of_the_ports_and_counts_them(compare):
 # The bounds are rounding in fp64, 1e-16 for a sum. The last bias of the critic of WGAN-GP has the gradient -1 + 1, and
 # Adam divides its rounding by 1e-8.
 BOUNDS = {"wgan_gp": 1e-8}
-# What these two have is in the others, or in tests of one process: it would take 4 s more.
-SLOW = ("sac", "wgan_gp")
+# What these three have is in the others, or in tests of one process. They would take 5 s more on each rank.
+SLOW = ("sac", "wgan_gp", "ddpm_ema")
 FAST = tuple(name for name in PORTS if name not in SLOW)
 
 
