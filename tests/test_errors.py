@@ -269,6 +269,14 @@ def test_wrong_options_are_refused():
         zt.shard_params(mesh)(torch.nn.Linear(2, 1))
 
 
+def test_the_path_of_a_plan_is_no_plan():
+    step = zt.shard_params(zt.AbstractMesh(dp=2))(CASES["mlp_momentum"].step)
+    with pytest.raises(
+        TypeError, match=re.escape("str is not a Plan. Read one from a file, zt.Plan.load(")
+    ):
+        step.with_plan("plan.json")
+
+
 def test_the_name_of_a_device_is_no_cluster():
     step = zt.shard_params(zt.AbstractMesh(dp=2))(CASES["mlp_momentum"].step)
     case = CASES["mlp_momentum"]

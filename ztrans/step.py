@@ -373,7 +373,14 @@ class Step(Generic[P, R]):
 
         If the plan does not fit a program, for instance because of another batch shape, that program gets a new plan,
         with a warning.
+
+        Raises: TypeError for anything else than a plan, such as its path.
         """
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"with_plan: {type(plan).__name__} is not a Plan. Read one from a file, zt.Plan.load(path), or take "
+                f"lowered.plan."
+            )
         return Step(self.fn, self.transforms, plan)
 
     @ends_at_user
