@@ -101,6 +101,26 @@ def check_bits_of_a_host_alone(new: dict, stage: int) -> None:
             assert torch.equal(x[host], torch.as_tensor(y))
 
 
+def test_a_statistic_of_one_replica_is_updated_on_shards():
+    """The step sends what it sends on one host alone."""
+
+    def step(state, x):
+        grads = torch.func.grad(lambda w: (x @ w).square().mean())(state["w"])
+        mean = 0.9 * state["mean"] + 0.1 * zt.pmean(x.mean(0))
+        return {"w": state["w"] - 0.1 * grads / (1 + mean.norm()), "mean": mean}, None
+
+    first = {"w": torch.ones(6), "mean": torch.zeros(6)}
+    (xs,) = batches(1)
+    apart = zt.shard_params(HOSTS, independent_axis="host")(step).lower(first, xs[0])
+    alone = zt.shard_params(zt.AbstractMesh(dp=2))(step).lower(first, xs[0])
+    assert apart.cost_analysis().over("dp") == alone.cost_analysis().over("dp") > 0
+    new, _ = apart.lockstep(first, [(x,) for x in xs])
+    for host in range(2):
+        truth, _ = alone.lockstep(first, [(x,) for x in xs[2 * host : 2 * host + 2]])
+        assert torch.equal(new["w"][host], truth["w"])
+        assert torch.equal(new["mean"][host], truth["mean"])
+
+
 def test_a_second_step_on_the_same_state_synchronizes():
     def sync(state):
         params = {k: zt.pmean(p, "host") for k, p in state["params"].items()}

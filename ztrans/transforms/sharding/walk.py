@@ -171,7 +171,7 @@ class Walk:
             self.add_gradient(eqn)
         elif eqn.op in REDUCTIONS:
             self.add_reduction(eqn)
-        elif any(v in self.varying for v in eqn.ins):
+        elif any(self.varying.get(v, INVARIANT) - self.axes.independent for v in eqn.ins):
             self.add_whole(eqn)
         elif may_run_on_shards(eqn):
             self.add_update(eqn)
@@ -238,16 +238,16 @@ class Walk:
         """The axis over which an equation of the update runs on parts or terms, or "" if it runs on whole values.
 
         It is the axis over which most arguments are split; of two such axes, the one with more ranks. An axis over
-        which ranks hold other leaves does not count. If each host has leaves of its own, a host needs the whole result
-        for them, so the result is cut over the ranks inside a host.
+        which ranks hold other leaves, or train apart, does not count. If each host has leaves of its own, a host needs
+        the whole result for them, so the result is cut over the ranks inside a host.
         """
-        axes_of_own_leaves: set[str] = set()
+        axes_apart: set[str] = set()
         for v in eqn.ins:
-            axes_of_own_leaves |= self.varying_by_leaf.get(v, INVARIANT)
+            axes_apart |= self.varies_over(v)
         axes: list[str] = []
         for v in eqn.ins:
             for placement in self.values.value(v, eqn).layout:
-                if axes_of_own_leaves.isdisjoint(members(placement.axis)):
+                if axes_apart.isdisjoint(members(placement.axis)):
                     axes.append(placement.axis)
         sizes = self.graph.axes
         return max(
