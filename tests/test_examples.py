@@ -168,7 +168,7 @@ def test_the_program_in_the_readme_is_from_the_golden_file():
 
 @pytest.mark.slow
 def test_the_rollouts_example_sends_weights_to_a_player_that_learns_to_win(example, capsys):
-    wins = example("rollouts").main(steps=60, games=256)
+    wins = example("rollouts").main(steps=40, games=256)
     assert sum(wins[:5]) / 5 < 0.4 and sum(wins[-5:]) / 5 > 0.6
     sent = re.findall(r"step +(\d+) .* weights sent (\d)", capsys.readouterr().out)
-    assert sent == [("0", "0"), ("20", "2"), ("40", "2"), ("59", "2")]  # the first layer is frozen
+    assert sent == [("0", "0"), ("20", "2"), ("39", "2")]  # the first layer is frozen

@@ -1,6 +1,6 @@
-"""Kill a save, or an export, at each of its file operations in turn, and report what can be loaded then.
+"""Kill a save, and an export, at each of its file operations in turn, and report what can be loaded then.
 
-Prints a line of JSON. The argument is the name of the call: save or export.
+Prints a line of JSON for each.
 
 A process that is killed by SIGKILL has written a part of its files, in the order in which it wrote them. So each trial
 is a forked child that kills itself before its n-th operation on a file.
@@ -86,9 +86,8 @@ def loaded_from(call: Call, folder: Path) -> str:
     return f"{value:g}" if whole else "torn"
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    call = CALLS[sys.argv[1]]
+def report(name: str, call: Call) -> dict:
+    """What was loaded after a kill at each operation, after none, and after a later call."""
     with tempfile.TemporaryDirectory() as parent:
         first, loaded = Path(parent) / "first", list[str]()
         call[0](first, 1.0)
@@ -99,6 +98,10 @@ if __name__ == "__main__":
             folder = Path(parent) / f"trial {operation}" / "checkpoint"
             call[0](folder, 3.0)
             later.append((loaded_from(call, folder), os.listdir(folder.parent)))
-    sys.stdout.write(
-        json.dumps({"loaded": loaded, "at_the_end": outcome[1], "later": later}) + "\n"
-    )
+    return {"call": name, "loaded": loaded, "at_the_end": outcome[1], "later": later}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, call in CALLS.items():
+        sys.stdout.write(json.dumps(report(name, call)) + "\n")

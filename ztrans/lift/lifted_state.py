@@ -118,11 +118,23 @@ def write_back(
 
 def module_state_dict(model: nn.Module, state: State) -> dict[str, Any]:
     """`model.state_dict()` with the values of a lifted state: its own leaves. The module's values are not needed."""
+    if not isinstance(model, nn.Module) or not isinstance(state, Mapping) or "params" not in state:
+        raise TypeError(
+            "state_dict: pass the module and the state of its lifted loop: zt.state_dict(model, state)."
+        )
     check_lifted_from(state, model, None, "state_dict")
     values = {**state.get("buffers", {}), **state["params"]}
-    by_id = {id(x): values[name] for name, x in tensors_of(model).items() if name in values}
-    with substituted(model, by_id):
-        return dict(model.state_dict(keep_vars=True))
+    own = tensors_of(model)
+    with substituted(model, {id(x): values[name] for name, x in own.items() if name in values}):
+        saved = dict(model.state_dict(keep_vars=True))
+    stale = {id(x) for name, x in own.items() if name not in values}
+    for name, x in saved.items():
+        if id(x) in stale:
+            raise ValueError(
+                f"state_dict: the state has no {name}, and the module saves it.\n"
+                f"Pass the whole state of the lifted loop, with its buffers."
+            )
+    return saved
 
 
 def _write_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

@@ -64,25 +64,11 @@ def stream_weights(
         by_rank = [mine] if session is None else session.from_all(mine)
         leaves = [leaf for leaf, changed in zip(leaves, zip(*by_rank)) if any(changed)]
     ranks = Ranks.of(session)
-    all_ranks = list(range(len(ranks.hosts)))
-    receivers = all_ranks if to is None else [members.index(to)]
-    if ranks.channel is None:
-        receivers = [0]
-    return _stream(named, leaves, receivers, ranks, bucket_bytes, since, digests)
-
-
-def _stream(
-    named: Weights,
-    leaves: list[Leaf],
-    receivers: list[int],
-    ranks: Ranks,
-    bucket_bytes: int,
-    since: dict[str, Any] | None,
-    digests: dict[str, Any],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    versions = {leaf.name: leaf.part._version for leaf in leaves}
-    session = named.session
+    receivers = [0] if ranks.channel is None else list(range(len(ranks.hosts)))
+    if to is not None and ranks.channel is not None:
+        receivers = [members.index(to)]
     gathered = whole_leaves(leaves, [receivers] * len(leaves), ranks, bucket_bytes)
+    versions = {leaf.name: leaf.part._version for leaf in leaves}
 
     def next_leaf() -> tuple[Leaf, torch.Tensor | None]:
         with session.leaving("stream_weights") if session is not None else contextlib.nullcontext():
@@ -94,19 +80,22 @@ def _stream(
                 )
             return leaf, whole
 
-    for count in range(len(leaves)):
-        leaf, whole = next_leaf()
-        if since is not None:
-            since[leaf.name] = digests[leaf.name]
-        if whole is None:
-            continue
-        held = [whole]
-        del whole  # the next leaf may take its memory
-        try:
-            yield leaf.name, held.pop()
-        except GeneratorExit:
-            gathered.close()  # messages in progress would keep the connections
-            if session is not None and count + 1 < len(leaves):
-                session.leave("has not iterated to the end of stream_weights")
-            raise
-    gathered.close()
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for left in reversed(range(len(leaves))):
+            leaf, whole = next_leaf()
+            if since is not None:
+                since[leaf.name] = digests[leaf.name]
+            if whole is None:
+                continue
+            held = [whole]
+            del whole  # the next leaf may take its memory
+            try:
+                yield leaf.name, held.pop()
+            except GeneratorExit:
+                gathered.close()  # messages in progress would keep the connections
+                if session is not None and left:
+                    session.leave("has not iterated to the end of stream_weights")
+                raise
+        gathered.close()
+
+    return stream()
