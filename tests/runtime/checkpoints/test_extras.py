@@ -140,6 +140,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     for extra, text in [
         (model, "the extra 'x' is a Linear, whose tensors are leaves of the state"),
         (optimizer, "A scheduler brings the settings of its optimizer"),
+        (torch.amp.GradScaler("cpu"), "a GradScaler, whose(?s:.*)pass its state_dict()"),
         (iter([1]), "a list_iterator, which is neither a value(?s:.*)such as the epoch"),
         ([object()], "has a object, which is neither a value"),
     ]:

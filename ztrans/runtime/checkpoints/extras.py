@@ -114,11 +114,11 @@ def serialized(extras: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _value(name: str, extra: Any) -> Any:
-    if isinstance(extra, torch.nn.Module | torch.optim.Optimizer):
+    if isinstance(extra, torch.nn.Module | torch.optim.Optimizer | torch.amp.GradScaler):
         raise TypeError(
             f"save: the extra {name!r} is a {type(extra).__name__}, whose tensors are leaves of the state.\n"
             f"Leave it out. A scheduler brings the settings of its optimizer; other settings are numbers: "
-            f"extras={{'lr': 0.1}}."
+            f"extras={{'lr': 0.1}}. If no step has lifted it, pass its state_dict()."
         )
     for kind in _KINDS:
         if isinstance(extra, kind.type):
