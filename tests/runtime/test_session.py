@@ -174,6 +174,7 @@ def test_an_error_of_nccl_about_memory_is_of_this_rank(mesh, text):
     ("purpose", "hosts", "expected"),
     [
         ("gathers", 2, ["all_gather_single"]),
+        ("weights", 2, ["all_gather_single"]),
         ("reductions", 1, [*REDUCTIONS, [1, 1, 1, 1]]),
         ("reductions", 2, [*REDUCTIONS, [0, 1, 0, 1]]),
         ("reductions inside hosts", 2, [[1, 1, 0, 0]]),

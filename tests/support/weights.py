@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 4 tests/support/weights.py FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 import ztrans as zt
 from tests.support.live_bytes import LiveBytes
 from tests.support.llama_weights import SMALL, shapes
+from ztrans.runtime.channels import LostRank
 from ztrans.runtime.checkpoints import export as exports
 from ztrans.runtime.session import session_of
 
@@ -116,10 +118,17 @@ def failed_export(folder: Path, state) -> None:
         raise AssertionError
     except (OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
+    interrupt = mock.patch.object(exports, "whole_leaves", side_effect=KeyboardInterrupt)
+    interrupted = ""
+    try:
+        with interrupt if RANK == 2 else contextlib.nullcontext():
+            zt.export(folder / "many", state, max_file_bytes=60_000)
+    except (KeyboardInterrupt, LostRank) as error:
+        interrupted = f"{type(error).__name__}: {error}"
     dist.barrier()  # the first rank deletes the new folder
     after = {file.name: file.stat().st_mtime_ns for file in (folder / "many").iterdir()}
     others = [path.name for path in folder.iterdir() if ".ztrans-" in path.name]
-    report("failed", text=text, intact=before == after, others=others)
+    report("failed", text=text, interrupted=interrupted, intact=before == after, others=others)
     dist.barrier()
 
 

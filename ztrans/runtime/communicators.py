@@ -131,7 +131,10 @@ def connect(group: dist.ProcessGroup, purpose: str, hosts: int) -> None:
     # The names since torch 2.13, and the older ones.
     gather = _function("all_gather_single", "all_gather_into_tensor")
     scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
-    if purpose == "gathers":
+    if purpose in (
+        "gathers",
+        "weights",
+    ):  # NCCL connects two ranks at their first message to each other
         gather(all_ranks, mine, group=group)
     elif purpose.endswith(INSIDE):
         first = group.rank() // on_host * on_host

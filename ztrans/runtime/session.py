@@ -206,8 +206,7 @@ class Session:
             for row in rows:
                 hosts.append(hosts_of([self._host_names[rank] for rank in sorted(row)]))
             channel.hosts = common(hosts)
-        # The first messages of `weights` connect just the ranks that need it.
-        if is_nccl(channel.live_group()) and not self.is_alone and channel.axis is not None:
+        if is_nccl(channel.live_group()) and not self.is_alone:
             with channel.errors():
                 # Reductions are hierarchical where hosts have equally many ranks.
                 count = channel.hosts.count if channel.hosts.even else 1

@@ -44,6 +44,9 @@ def test_an_export_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_one(fo
     for report in first, *others:
         text = "RuntimeError: export: rank 1 has failed with OSError: [Errno 28] No space left"
         assert report["text"].startswith(text)
+    assert others[0]["interrupted"] == "KeyboardInterrupt: "
+    for report in first, second, others[1]:
+        assert "Rank 2 failed in export with KeyboardInterrupt" in report["interrupted"]
     for report in first, second, *others:
         assert report["intact"] and report["others"] == []
 
