@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import ztrans as zt
 from tests.support.processes import run_ranks, start_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +79,59 @@ def test_the_inspection_example_prints_every_stage(example, capsys):
     )
     assert "wire dp param" in out
     assert re.findall(r"stage (\d)   state +[\d,]+   peak +[\d,]+ ", out) == ["0", "1", "2", "3"]
+
+
+class TinyLM(nn.Module):
+    """A module that is called as the language models of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.table(input_ids)))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.mT.float(), labels))
+
+
+@pytest.mark.slow
+def test_the_planning_example_says_whether_a_model_fits_and_what_to_change(example, capsys):
+    planning = example("your_model")
+    with torch.device("meta"):
+        model = TinyLM()
+    planning.main(model, 16, batch=2, sequence=128)
+    out = capsys.readouterr().out
+    assert out.startswith("train_step on 16 ranks, H100\n") and "4,096 a step" in out
+    for row in ("step ", "tokens ", "MFU ", "peak memory ", "all_gather over dp: "):
+        assert f"\n{row}" in out
+    parameters = sum(p.numel() for p in model.parameters())
+    assert planning.fits(model, 4).memory_analysis().state >= 3 * parameters * 4 // 4
+
+    small = dataclasses.replace(zt.cluster("h100").device, memory=1 << 22, reserve=0.0)
+    planning.main(model, 2, batch=4, sequence=4096, device=small)
+    assert "is less than the step needs in any order tried" in (out := capsys.readouterr().out)
+    assert "zt.accumulate(" in out
+
+
+def test_the_page_shows_the_function_of_the_planning_example():
+    """The page adds comments for its readers, which the file has too."""
+    page = (ROOT / "docs/your-model-on-n-gpus.md").read_text()
+    source = (EXAMPLES / "your_model.py").read_text()
+    for name in ("fits", "on_meta"):
+        (function,) = re.findall(rf"^def {name}\(.*?(?=\n\n\n)", source, re.M | re.S)
+        assert function in page
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_planning_example_takes_a_model_of_transformers_on_meta(example, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    transformers.LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path)
+    planning = example("your_model")
+    model = planning.on_meta(str(tmp_path))
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float32)}
+    planning.main(model, 8, sequence=128)
+    assert "1,024 a step" in capsys.readouterr().out
 
 
 @pytest.mark.distributed

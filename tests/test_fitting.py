@@ -294,7 +294,8 @@ def test_more_ranks_are_named_if_they_can_help():
     """Each then has less of the state. Of what is whole on every rank, such as a gathered layer, it has as much."""
     state = 5 * 512 * 512  # the bytes of the parameters on each of 4 ranks
     least = refused(WIDE, 3, 1_000_000).least.peak
-    assert "more ranks" in str(refused(WIDE, 3, least - state // 2))
+    text = str(refused(WIDE, 3, least - state // 2))
+    assert "more ranks (2 times as many may be enough)" in text, "a rank then has half of the state"
     assert "more ranks" not in str(refused(WIDE, 3, least - 2 * state))
     assert "more ranks" not in str(refused(WIDE, 0, least - 1)), "no rank has only a part of it"
 

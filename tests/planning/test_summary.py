@@ -15,10 +15,10 @@ def train_step(state, x):
     return {"w": state["w"] - 0.1 * gradient}, loss
 
 
-def lowered(*transforms, rows=ROWS):
+def lowered(*transforms, rows=ROWS, cluster=CLUSTER):
     mesh = zt.AbstractMesh(dp=RANKS)
     step = zt.chain(zt.shard_params(mesh), *transforms)(train_step)
-    return step.lower({"w": torch.ones(WIDTH, WIDTH)}, torch.ones(rows, WIDTH), cluster=CLUSTER)
+    return step.lower({"w": torch.ones(WIDTH, WIDTH)}, torch.ones(rows, WIDTH), cluster=cluster)
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -58,6 +58,14 @@ def test_a_summary_prints_the_figures_of_timeline_costs_and_memory():
     assert timeline.bound[1] in rows["step"]
     assert zt.ir.printer.format_bytes(program.memory_analysis().peak) in rows["peak memory"]
     assert zt.ir.printer.format_bytes(cost.wire_bytes) in rows["received"]
+
+
+@pytest.mark.parametrize("ranks_of_a_host, link", [(RANKS, "nvlink4"), (4, "infiniband")])
+def test_ranks_of_one_host_use_the_link_inside_it(ranks_of_a_host, link):
+    dp = zt.by_host(ranks_of_a_host, inside="nvlink4", between="infiniband")
+    summary = lowered(cluster=zt.cluster("h100", dp=dp)).summary()
+    assert link in {name for (_, name), _ in summary.link_seconds}
+    assert (ranks_of_a_host == RANKS) == ("infiniband" not in str(summary))
 
 
 def test_measured_figures_stand_beside_simulated_ones():

@@ -5,6 +5,7 @@ A transform may name the limit. Otherwise it is the memory of the device, less a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -79,12 +80,12 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
         comment = f"  # {line}" if line else ""
         lines.append(f"  {format_bytes(size):>10}  {v!r}{comment}")
 
-    help_of_ranks = ranks_may_help(graph, "device", least.peak, graph.hints.memory_limit or 0)
+    ranks = more_ranks(graph, "device", least.peak, graph.hints.memory_limit or 0)
     if graph.hints.limit_option:
-        remedies = "a smaller batch, or more ranks" if help_of_ranks else "or a smaller batch"
+        remedies = f"a smaller batch, or {ranks}" if ranks else "or a smaller batch"
         advice = f"Give it that much, {remedies}."
     else:
-        remedies = "a smaller batch, more ranks," if help_of_ranks else "a smaller batch"
+        remedies = f"a smaller batch, {ranks}," if ranks else "a smaller batch"
         advice = (
             f"Take {remedies} or another device: lower(cluster=zt.cluster(...)). If you know that more may be live, "
             f"name the limit: zt.prefetch(memory=...)."
@@ -92,17 +93,23 @@ def does_not_fit(graph: Graph, device: Device, least: Memory) -> DoesNotFit:
     return DoesNotFit("\n".join(lines), advice, graph.hints.memory_limit or 0, least)
 
 
-def ranks_may_help(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> bool:
-    """Whether a step with this peak in a memory could fit on more ranks, each with smaller shards of the state.
+def more_ranks(graph: Graph, kind: MemoryKind, peak: int, limit: float) -> str:
+    """The advice to take more ranks, each with smaller shards of the state, and how many may be enough.
 
-    The batch of each rank keeps its size.
+    It is empty if a step with this peak in a memory fits on no number of ranks. The batch of each rank keeps its size.
     """
     size = local_bytes(graph)
+    # On one rank nothing is split yet.
+    is_alone = bool(graph.zero_stage) and math.prod(graph.axes.values()) == 1
     shard_bytes = 0
     for leaf in graph.state:
-        if leaf.split is not None and leaf.memory == kind:
+        if leaf.memory == kind and (is_alone or leaf.split is not None):
             shard_bytes += size(leaf)
-    return shard_bytes > 0 and peak - shard_bytes <= limit
+    room = limit - (peak - shard_bytes)
+    if room <= 0 or not shard_bytes:
+        return ""
+    times = math.ceil(10 * shard_bytes / room) / 10
+    return f"more ranks ({times:g} times as many may be enough)"
 
 
 def check_peak(graph: Graph, device: Device) -> None:

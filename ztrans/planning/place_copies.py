@@ -40,7 +40,7 @@ from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
 from .durations import equation_seconds, messages
-from .limit import ranks_may_help
+from .limit import more_ranks
 from .play import play
 
 # Bytes of leaves that are copied as one set: with fewer, launches cost more than copies gain by an earlier start.
@@ -113,8 +113,9 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
             continue
         has_leaves = any(v.memory == kind for v in graph.state)
         advice = "Choose fewer leaves with `where`" if has_leaves else f"Move less to the {kind}"
-        if ranks_may_help(graph, kind, peak, capacity):
-            advice += ", or shard the state over more ranks"
+        ranks = more_ranks(graph, kind, peak, capacity)
+        if ranks:
+            advice += f", or shard the state over {ranks}"
         raise HostIsFull(
             f"offload: {graph.name} keeps {format_bytes(peak)} in the memory of the {kind}, and a rank has "
             f"{format_bytes(capacity)} there: zt.cluster(..., {kind}_memory={capacity:.0f}).\n{advice}."

@@ -138,8 +138,13 @@ def summarize(
     for part, times in micro_batch_programs(graph).runs:
         run_seconds += _peak_seconds(part, cluster) * times
         for e in filter(is_start, part.eqns):
+            axis = e.kwargs["axis"]
+            link = cluster.link(axis)
+            # The ranks of one host only use the link inside it.
+            inside = link.inside if graph.axes[axis] <= link.local else None
             for level in transfers(e, part, cluster):
-                link_seconds[e.kwargs["axis"], level.link] += level.seconds * times
+                name = level.link if inside is None else inside.name
+                link_seconds[axis, name] += level.seconds * times
     return Summary(
         name=graph.name,
         cluster=cluster,
