@@ -107,6 +107,8 @@ def test_terms_and_operands_with_other_layouts():
     (lambda x: x * torch.ones(4, device=x.device), "aten.ones.default makes a tensor from no argument"),
     (lambda x: torch.where(x > 0, x, 0.0), "In place of torch.where with a number, use masked_fill"),
     (lambda x: torch.zeros_like(x, device="cpu"), "aten.zeros_like.default names a device. Leave it out"),
+    (lambda x: x if x.norm() < 1 else x / x.norm(), "it reads the number in a tensor, as .* Keep it a tensor"),
+    (lambda x: x * x.sum().item(), r"reads the number in a tensor(?s:.)*test_emit.py:\d+ in"),
     (lambda x: x * torch.tensor(3.0), "it reads a tensor from outside. Pass it as an argument, or write a number"),
 ])  # fmt: skip
 def test_what_a_function_may_not_do(fn, problem):
@@ -172,6 +174,20 @@ def test_a_rewriter_puts_equations_behind_what_they_read():
     ]
     assert rewritten.outputs == (graph.outputs[0], clipped, rewritten.eqns[-2].out)
     assert rewritten.added == ("total",)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda new, e: new.emit(lambda g: (g, 2 * g), e.out), lambda new, e: e, lambda new, e: 0.0],
+)
+def test_one_value_takes_the_place_of_another(made):
+    graph = program()
+    new = ir.Rewriter(graph)
+    with pytest.raises(
+        TypeError,
+        match=r"g is to be replaced by a \w+, and one Var takes its place: unpack what emit",
+    ):
+        new.replace_value(graph.eqns[1].out, made(new, graph.eqns[1]))
 
 
 TRACED = []

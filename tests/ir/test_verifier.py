@@ -95,6 +95,17 @@ def test_the_error_names_a_transform_that_returns_no_program():
         on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite("none"))
 
 
+def test_the_error_names_a_transform_without_a_rewrite():
+    class Nothing(zt.Transform):
+        pass
+
+    with pytest.raises(
+        NotImplementedError,
+        match=r"nothing\(\) has no rewrite. Define rewrite\(self, graph\) in Nothing",
+    ):
+        on_ranks(CASES["mlp_momentum"], 4, SHARD, Nothing())
+
+
 def test_a_users_transform_is_in_the_history():
     lowered = on_ranks(CASES["mlp_momentum"], 4, SHARD, Rewrite(), *ALL)
     assert [name for name, _ in lowered.history].count("mine") == 1

@@ -142,7 +142,7 @@ def test_a_step_that_counts_in_an_attribute_of_a_computed_name_is_found():
 def test_a_transform_that_changes_results_by_rounding_needs_a_tolerance():
     check(zt.accumulate(2), tolerance=1e-5)
     with pytest.raises(
-        zt.testing.LawError, match=r"changes the state\['up'\] by .*the same bits are asked for"
+        zt.testing.LawError, match=r"changes state\['up'\] by .*the same bits are asked for"
     ):
         check(zt.accumulate(2), worlds=(1,), stages=(0,))
 
@@ -161,7 +161,7 @@ class Doubled(zt.Transform):
 
 def test_a_rewrite_that_changes_the_meaning_is_found():
     with pytest.raises(
-        zt.testing.LawError, match=r"changes the state\[.*on 2 ranks, stage 2, alone: the same bits"
+        zt.testing.LawError, match=r"changes state\[.*on 2 ranks, stage 2, alone: the same bits"
     ):
         check(Doubled())
 
@@ -250,7 +250,7 @@ class _NotANumber(zt.Transform):
 
 
 def test_a_transform_that_gives_nan_is_found():
-    with pytest.raises(zt.testing.LawError, match=r"changes the output.* by nan"):
+    with pytest.raises(zt.testing.LawError, match=r"changes output.* by nan"):
         check(_NotANumber())
 
 
@@ -259,7 +259,7 @@ def test_outputs_after_one_that_is_none_are_compared():
         new, loss = train(params, x, y)
         return new, (None, loss)
 
-    with pytest.raises(zt.testing.LawError, match=r"changes the output.* by nan"):
+    with pytest.raises(zt.testing.LawError, match=r"changes output.* by nan"):
         zt.testing.check_laws(_NotANumber(), step, *arguments(), **LAWS)
 
 
@@ -293,13 +293,11 @@ def test_a_transform_that_changes_numbers_is_compared_with_its_reference():
     check(ClipByValue(0.5), reference=train_clipped, stages=(0, 3))
     with pytest.raises(
         zt.testing.LawError,
-        match=r"transform and its reference differ in the state\['up'\] by .* on one device, alone(?s:.)*diff\(reference",
+        match=r"transform and its reference differ in state\['up'\] by .* on one device, alone(?s:.)*diff\(reference",
     ):
         check(ClipByValue(0.4), reference=train_clipped)
     # On one device it makes no difference whether a gradient is clipped before its mean over the ranks or after it.
-    with pytest.raises(
-        zt.testing.LawError, match=r"differ in the state.* on 2 ranks, stage 2, alone"
-    ):
+    with pytest.raises(zt.testing.LawError, match=r"differ in state.* on 2 ranks, stage 2, alone"):
         check(ClipByValue(0.5, reduced=False), reference=train_clipped)
 
 

@@ -55,7 +55,8 @@ def emit(
 
     Args:
         fn: a function of tensors that returns new tensors, on the device of its arguments.
-        args: values of a program, in lists and dicts too, and constants.
+        args: values of a program, in lists and dicts too, and constants. `emit` passes no keywords on: write
+            `lambda x: torch.clamp(x, min=0)`, with constants inside.
         names: the names of the program, from which the new values get theirs.
         axes: the sizes of the mesh axes over which arguments are cut (`Graph.axes`).
         like, region: the equation whose region and line of the user the new ones have, and another region.
@@ -63,8 +64,8 @@ def emit(
 
     Returns: The equations, and the results of `fn`, with a `Var` in place of each tensor.
 
-    Raises: ValueError if `fn` changes a tensor in place, makes one that depends on no argument, reads a tensor from
-        outside, or needs a message to run on shards; the error names the operation.
+    Raises: ValueError if `fn` changes a tensor in place, makes one from no argument, reads a tensor from outside or a
+        number out of a tensor, or needs a message to run on shards.
 
     >>> x = Var("x", torch.float32, (4, 2))
     >>> eqns, (codes, scale) = emit(lambda x: ((x / x.abs().max()).round(), x.abs().max()), x, name="code")
@@ -94,7 +95,13 @@ def record(fn: Callable, args: Sequence[Any]) -> Recorded:
 
     with without_autocast():
         metas = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values]
-        module = make_fx(on_tensors)(*metas)
+        try:
+            module = make_fx(on_tensors)(*metas)
+        except RuntimeError as error:
+            if "_local_scalar_dense" not in str(error):
+                raise
+            reads = "it reads the number in a tensor, as x.item() and `if x > 0` do."
+            raise refused(fn, f"{reads} Keep it a tensor: torch.where(x > 0, a, b).") from None
     return Recorded(fn, module.graph, out_tree)
 
 

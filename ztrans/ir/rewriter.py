@@ -78,7 +78,7 @@ class Rewriter:
 
         Args:
             fn: a function of tensors that returns new tensors (see `ir.emit`).
-            args: values, in lists and dicts too, and constants.
+            args: values, in lists and dicts too, and constants; no keywords.
             region: another region.
             name: the name of the result; several results are numbered.
 
@@ -118,7 +118,15 @@ class Rewriter:
         self._replacements[eqn] = ()
 
     def replace_reads(self, readers: Iterable[Eqn], old: Var, new: Var) -> None:
-        """Let these equations read `new` instead of `old`."""
+        """Let these equations read `new` instead of `old`.
+
+        Raises: TypeError if `new` is not one value.
+        """
+        if not isinstance(new, Var):
+            raise TypeError(
+                f"{old.name} is to be replaced by a {type(new).__name__}, and one Var takes its place: unpack what "
+                f"emit returned, or take `out` of an equation."
+            )
         for eqn in readers:
             self._new_reads.setdefault(eqn, {})[old] = new
 
@@ -132,7 +140,10 @@ class Rewriter:
         self._added.append(v)
 
     def alias(self, old: Var, new: Any) -> None:
-        """Let the whole program read `new` instead of `old`, including inserted equations and outputs."""
+        """Let the whole program read `new` instead of `old`, including inserted equations and outputs.
+
+        So nothing may compute `new` from `old`. `replace_value` lets inserted equations read the old value.
+        """
         self._aliases[old] = new
 
     def applied(self) -> Graph:

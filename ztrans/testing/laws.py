@@ -63,13 +63,14 @@ def check_laws(
         batch: its arguments after the state. Tensors are cut along dim 0 into a slice for each rank; the last rows are
             dropped if they do not fill a slice.
         reference: for a transform that changes numbers, such as one that clips gradients: a plain step that does by
-            hand what the transform does to `step`.
+            hand what the transform does to `step`. It runs on the same ranks, each with its slice of the batch, so it
+            may reduce over them (`zt.psum`), and gets a rank's own gradients by `zt.pvary(params, x)`.
         worlds: the numbers of ranks.
         stages: the ZeRO stages.
         tolerance: the greatest relative distance of a leaf, in norm, from the result without the transform, or of
             `reference`. 0 requires the same bits.
         unsharded: whether to check the step without shard_params too. Pass False for a transform that needs
-            shard_params, such as overlap_grads.
+            shard_params, such as overlap_grads or one that changes what collectives send.
 
     Raises: LawError with the law, the ranks, the stage and the leaf.
 
@@ -240,7 +241,7 @@ def _check_same(
             continue
         distance = _distance(a, b)
         if not distance <= tolerance:  # in this form, NaN is not allowed
-            name = "the state" if path[0] == pytree.SequenceKey(0) else "the output"
+            name = "state" if path[0] == pytree.SequenceKey(0) else "output"
             raise LawError(
                 f"{differs} {name}{pytree.keystr(path[1:])} by {distance:.1e} {world}: {condition}.\n{advice}"
             )

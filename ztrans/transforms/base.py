@@ -71,7 +71,9 @@ class Transform:
 
     def rewrite(self, graph: Graph) -> Graph:
         """The program after this transform."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{self!r} has no rewrite. Define rewrite(self, graph) in {type(self).__name__}; it returns the new Graph."
+        )
 
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
         """How a leaf of the state lies on the mesh between steps. By default it is whole on every rank of `axes`.
