@@ -198,12 +198,12 @@ def _extreme(name: str, tree: Any, axis: str | tuple[str, ...] | None) -> Any:
 
 
 def pvary(tree: Any, like: torch.Tensor) -> Any:
-    """Every tensor of `tree` as a value of these samples, as `jax.lax.pvary`; in a plain step the identity.
+    """Mark every tensor of `tree` as this rank's own, as `jax.lax.pvary` does; in a plain step the identity.
 
-    A gradient of the state is averaged over the ranks. The gradient of a value that varies from rank to rank is not: it
-    belongs to the samples of this rank. So the parameters of a task in MAML are `pvary(params, x)`, where `x` is the
-    batch of the task, and the gradients of its inner steps are those of the task. The gradient of the outer loss passes
-    through to the parameters, and is averaged.
+    A gradient for the state is averaged over the ranks. The gradient for a marked value is not: it belongs to the
+    samples of this rank. So the parameters of a task in MAML are `pvary(params, x)`, where `x` is the batch of the
+    task, and the gradients of its inner steps are those of the task. The gradient of the outer loss passes through to
+    the parameters, and is averaged.
 
     Args:
         tree: tensors, in any pytree.

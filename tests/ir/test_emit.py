@@ -190,6 +190,22 @@ def test_one_value_takes_the_place_of_another(made):
         new.replace_value(graph.eqns[1].out, made(new, graph.eqns[1]))
 
 
+def test_a_reader_moves_behind_a_value_that_is_bound_later():
+    """As what one transform has emitted behind a gradient, where the next one scales it by the norm of all."""
+    x, g0, g1, new0, new1 = (value(name, 4) for name in ("x", "g0", "g1", "new0", "new1"))
+    neg, exp, absolute = (getattr(torch.ops.aten, name).default for name in ("neg", "exp", "abs"))
+    eqns = (
+        ir.Eqn(neg, (x,), (g0,)),
+        ir.Eqn(absolute, (g0,), (new0,)),
+        ir.Eqn(exp, (x,), (g1,)),
+        ir.Eqn(absolute, (g1,), (new1,)),
+    )
+    new = ir.Rewriter(ir.Graph("f", (x,), eqns, (new0, new1), 0))
+    new.replace_value(g0, new.emit(torch.add, g0, g1))
+    rewritten = ir.check(new.applied())
+    assert [v.name for e in rewritten.eqns for v in e.outs] == ["g0", "g1", "add", "new0", "new1"]
+
+
 TRACED = []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from .dependencies import sorted_by
 from .emit import Recorded, record, written
 from .graph import Eqn, Graph, Names, Region, Var, producers, rename, substitute, users, variables
 from .marks import GRADIENT
+from .op_facts import is_random
 
 
 class _Place(NamedTuple):
@@ -131,7 +133,10 @@ class Rewriter:
             self._new_reads.setdefault(eqn, {})[old] = new
 
     def replace_value(self, old: Var, new: Var) -> None:
-        """Let all equations of the original program, and its outputs, read `new` instead of `old`."""
+        """Let all equations of the original program, and its outputs, read `new` instead of `old`.
+
+        A reader that stands before `new` moves behind it, such as what an earlier transform emitted.
+        """
         self.replace_reads(users(self.graph).get(old, ()), old, new)
         self._new_outputs[old] = new
 
@@ -161,6 +166,7 @@ class Rewriter:
             outputs=(*outputs, *self._added),
             added=(*self.graph.added, *(v.name for v in self._added)),
         )
+        graph = _behind_what_they_read(graph)
         return rename(graph, self._aliases) if self._aliases else graph
 
     def _with_new_reads(self, replacement: Eqn, e: Eqn) -> Eqn:
@@ -209,6 +215,21 @@ class Rewriter:
         if key not in self._recorded:
             self._recorded[key] = record(fn, args)
         return self._recorded[key]
+
+
+def _behind_what_they_read(graph: Graph) -> Graph:
+    """The program with each equation behind the values that it reads. Random draws keep their order."""
+    bound = set(graph.inputs)
+    for e in graph.eqns:
+        if not bound.issuperset(e.ins):
+            break
+        bound.update(e.results)
+    else:
+        return graph
+    needs = prerequisites(graph)
+    for earlier, later in itertools.pairwise(filter(is_random, graph.eqns)):
+        needs[later].append(earlier)
+    return reordered(graph, lambda e: 0, needs)
 
 
 def prerequisites(graph: Graph) -> dict[Eqn, list[Eqn]]:
