@@ -302,6 +302,19 @@ def test_a_transform_that_changes_numbers_is_compared_with_its_reference():
 
 
 @dataclass(frozen=True)
+class ClipWithoutItsPhase(ClipByValue):
+    phase: ClassVar[int] = 2
+
+
+def test_a_transform_that_finds_no_mark_is_told_its_phase():
+    with pytest.raises(
+        zt.testing.LawError,
+        match=r"differ in state(?s:.)*changed no equation. Its phase is 2, and the marks of a step",
+    ):
+        check(ClipWithoutItsPhase(0.5), reference=train_clipped)
+
+
+@dataclass(frozen=True)
 class WithOptions(zt.Transform):
     """As a user writes it, without repr=False."""
 

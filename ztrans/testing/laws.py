@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..calling.purity import first_difference
 from ..ir.graph import Graph
 from ..ir.layout import AbstractMesh
+from ..ir.printer import equation
 from ..ir.verifier import check
 from ..stages import Lowered, Traced
 from ..step import Step
@@ -144,8 +145,17 @@ def _check_world(
         shard = (shard_params(AbstractMesh(dp=ranks), stage=stage),)
         world = f"on {ranks} ranks, stage {stage}"
     expected = reference.results(reference.lowered(*shard))
-    results = case.results(case.lowered(*shard, transform))
-    _check_same(results, expected, tolerance, has_reference, f"{world}, alone")
+    alone = case.lowered(*shard, transform)
+    try:
+        _check_same(case.results(alone), expected, tolerance, has_reference, f"{world}, alone")
+    except LawError as error:
+        changed = _equations(alone) != _equations(case.lowered(*shard))
+        if changed or transform.phase != Transform.phase:
+            raise
+        raise LawError(
+            f"{error}\n{transform!r} changed no equation. Its phase is {transform.phase}, and the marks of a step, "
+            f"such as gradient(g, w), are there only in phases 0 and 1."
+        ) from None
     if stage is None:
         return
 
@@ -162,6 +172,10 @@ def _check_world(
     _check_same(
         case.results(first), expected, tolerance, has_reference, f"{world}, among schedules"
     )
+
+
+def _equations(lowered: Lowered) -> list[str]:
+    return list(map(equation, lowered.graph.eqns))
 
 
 def _check_value(transform: Transform, step: Any) -> None:
