@@ -57,6 +57,20 @@ def test_an_evaluation_of_a_pure_step_takes_its_state():
     assert torch.equal(output, torch.ones(3, 4) @ state["w"].full_tensor())
 
 
+@pytest.mark.parametrize("kind", ["module", "lambda", "pure"])
+def test_errors_call_an_evaluation_without_a_name_evaluate(kind):
+    """A lambda has no name, nor has a module. Errors about ranks that do not do the same name it too."""
+    model, _, lifted, state = trained()
+    step = zt.Step.of(lifted)
+    if kind == "pure":
+        step = zt.Step.of(lambda state, x: (state, x))
+        evaluate = step.eval(lambda state, x: x @ state["params"]["0.weight"])
+    else:
+        evaluate = step.eval(model if kind == "module" else lambda x: model(x))
+    with pytest.raises(RuntimeError, match=r"^trace: evaluate: \w+ failed"):
+        evaluate(state, torch.ones(3, 77))
+
+
 def test_an_evaluation_refuses_to_change_the_state():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,7 +81,7 @@ def test_an_evaluation_refuses_to_change_the_state():
     with pytest.raises(TraceError) as error:
         evaluate(state, batch()[0])
     assert str(error.value) == (
-        "eval: <lambda> changes buffers.1.num_batches_tracked of the state.\n"
+        "eval: evaluate changes buffers.1.num_batches_tracked of the state.\n"
         "Batch norms update their statistics in training mode: call model.eval() before, and model.train() after."
     )
     model.eval()

@@ -428,6 +428,8 @@ class Step(Generic[P, R]):
         """
         extra = self._function.extra
         function = _unchanging(fn) if extra is None else extra.evaluation(fn)
+        name = getattr(fn, "__name__", "")
+        function.__name__ = name if name.isidentifier() else "evaluate"  # a module, or a lambda
         # An evaluation takes its batch whole: micro-batches are for the memory of backward.
         step = Step(function, tuple(t for t in self.transforms if t.micro_batches == 1))
 

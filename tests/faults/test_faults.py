@@ -46,6 +46,7 @@ def test_ranks_that_call_different_steps_fail_before_they_send_anything(disagree
             "unshard and a step of train_step: the ranks of the mesh do not do the same, so none"
         )
         assert "  rank 0: unshard\n  rank 1: a step of train_step\n" in text
+        assert "an `if` around one must be the same on all ranks." in text
         assert "If the data of some ranks has ended, stop all ranks together" in text
         assert (
             "rank 1: a step of step, with a program that is new here"

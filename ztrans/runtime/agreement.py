@@ -351,8 +351,8 @@ def _different_calls(calls: Mapping[int, str], remarks: Mapping[int, Sequence[st
         lines = "".join(f"\n    {remark}" for remark in remarks[rank][:_MOST_REMARKS])
         texts[rank] = call + lines
     return (
-        f"{_lines_by_ranks(texts)}Every rank must make the same calls in the same order. If the data of some ranks has "
-        f"ended, {STOP_TOGETHER}"
+        f"{_lines_by_ranks(texts)}Every rank must make the same calls in the same order, evaluations too: an `if` "
+        f"around one must be the same on all ranks. If the data of some ranks has ended, {STOP_TOGETHER}"
     )
 
 
