@@ -60,11 +60,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
+    parser.add_argument("model", help="a name on the Hub, or a folder with a config.json")
     parser.add_argument("gpus", type=int)
     parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU")
-    parser.add_argument("--sequence", type=int, default=8192)
-    parser.add_argument("--device", default="h100")
+    parser.add_argument("--sequence", type=int, default=8192, help="tokens")
+    parser.add_argument("--device", default="h100", help="a name that zt.cluster knows")
     parser.add_argument(
         "--stage", type=lambda text: text if text == "auto" else int(text), default=3
     )

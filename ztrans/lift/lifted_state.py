@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..calling.host_memory import let_copies_end
 from ..calling.meta_leaves import ValuesOfMeta
+from ..ir.printer import nearest
 from .gradients import carried_gradients
 from .module_tensors import buffers_of, replace, substituted, tensors_of
 from .moved_weights import has_moved, is_without_memory, moving_back
@@ -212,7 +213,8 @@ def check_lifted_from(
     missing = [name for name, _ in model.named_parameters() if name not in state["params"]]
     if missing:
         raise ValueError(
-            f"{call}: the state has no parameter {missing[0]!r}, and the module has.\n"
+            f"{call}: the state has no parameter {missing[0]!r}, and the module has"
+            f"{nearest(missing[0], state['params'])}.\n"
             f"Pass the module that was given to lift."
         )
     if scaler is not None and "scaler" not in state:

@@ -53,8 +53,9 @@ class Weights(NamedTuple):
         names_by_id: dict[int, list[str]] = {}
         for name, x in leaves.items():
             if not isinstance(x, torch.Tensor):
+                what = f"{name} is {x!r}" if name else f"this is a {type(x).__name__}"
                 raise TypeError(
-                    f"{call}: {name} is {x!r}, and weights are tensors.\n"
+                    f"{call}: {what}, and weights are tensors.\n"
                     f"Pass weights by name: zt.state_dict(model, state), or state['params'] of a step of your own."
                 )
             if x.is_meta:

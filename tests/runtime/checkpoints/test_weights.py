@@ -241,6 +241,18 @@ def test_what_is_not_weights_is_refused(mesh, tmp_path):
         zt.state_dict(state, model)
     with pytest.raises(ValueError, match="state_dict: the state has no parameter 'weight'"):
         zt.state_dict(nn.Linear(1, 1), state)
+    part, whole = nn.Linear(1, 1), nn.ModuleDict({"actor": nn.Linear(1, 1)})
+    with pytest.raises(
+        ValueError, match=r"'weight', and the module has; the nearest is 'actor.weight'"
+    ):
+        zt.state_dict(part, {"params": dict(whole.named_parameters())})
+    for call in (lambda: zt.export("out", part), lambda: zt.load_weights(part, "out")):
+        with pytest.raises(
+            TypeError, match=r"^(export|load_weights): this is a Linear, and weights"
+        ):
+            call()
+    with pytest.raises(TypeError, match=r"^save: the state is Linear"):
+        zt.save("out", part)
     assert not list(tmp_path.iterdir())
 
 

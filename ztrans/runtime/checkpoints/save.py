@@ -161,7 +161,8 @@ def _tensor(name: str, leaf: Any) -> torch.Tensor:
     Raises: TypeError if it is neither a tensor nor a number.
     """
     if not isinstance(leaf, torch.Tensor | Real) or isinstance(leaf, bool):
-        raise TypeError(f"save: state {name} is {leaf!r}; a state holds tensors and numbers.")
+        what = f"state {name}" if name else "the state"
+        raise TypeError(f"save: {what} is {leaf!r}; a state holds tensors and numbers.")
     tensor = with_replicas(leaf) if isinstance(leaf, DTensor) else as_tensor(leaf)
     tensor = tensor.detach()
     # In torch 2.13, FolderWriter.stage does not copy a DTensor without dims. It is whole on every rank.
