@@ -162,11 +162,12 @@ def test_what_a_checkpoint_does_not_have_is_an_error(tmp_path):
 
 
 def test_values_of_each_rank_load_in_a_world_of_the_same_size_only():
-    saved = {"extras/step", "extras/rng/0 of 2", "extras/rng/1 of 2"}
+    own = {f"extras/{name}/{rank} of 2" for name in ("rng", "data") for rank in range(2)}
+    saved = {"extras/step", *own}
     assert record_names({"step": 0}, saved, "a", None) == {"step": "extras/step"}
-    text = r"'rng' differs .* saved in a world of size 2; this one has size 1.\nLeave it out of `extras`"
+    text = r"saved in a world of size 2; this one has size 1. .*: rng, data.\nLeave them out of `extras`"
     with pytest.raises(ValueError, match=text):
-        record_names({"rng": 0}, saved, "a", None)
+        record_names({"rng": 0, "step": 0, "data": 0}, saved, "a", None)
 
 
 @pytest.mark.distributed
@@ -192,6 +193,6 @@ def test_the_loop_of_the_page_resumes_bit_for_bit(tmp_path):
     nothing(shared)
     assert shared == {"all": [5]}
     with pytest.raises(
-        ValueError, match=r"'rank' differs from rank to rank.* saved in a world of size 2; this"
+        ValueError, match=r"saved in a world of size 2; this .* differ from rank to rank.*: rank.\n"
     ):
         nothing({"rank": None})

@@ -179,7 +179,7 @@ def record_names(
     Raises: ValueError if it lacks one, or if each of another number of ranks has saved its own.
     """
     rank, ranks = _place(mesh)
-    names = {}
+    names, elsewhere = {}, {}
     for name in extras:
         own = _of_rank(name, rank, ranks)
         others = [record for record in saved if record.startswith(f"{_PREFIX}{name}/")]
@@ -188,18 +188,20 @@ def record_names(
         elif own in saved:
             names[name] = own
         elif others:
-            raise ValueError(
-                f"load: in {path}, the extra {name!r} differs from rank to rank, or is a generator, and was saved in "
-                f"a world of size {others[0].rpartition(' of ')[2]}; this one has size {ranks}.\n"
-                f"Leave it out of `extras`, and start it again on each rank: seed a generator with another number "
-                f"than before, and begin an epoch of the data."
-            )
+            elsewhere[name] = others[0].rpartition(" of ")[2]
         else:
             there = sorted({_name(record) for record in saved})
             raise ValueError(
                 f"load: {path} does not have the extra {name!r}. It has {first_names(there) or 'none'}.\n"
                 f"Leave out of `extras` what the checkpoint does not have."
             )
+    if elsewhere:
+        raise ValueError(
+            f"load: {path} was saved in a world of size {next(iter(elsewhere.values()))}; this one has size {ranks}. "
+            f"These extras differ from rank to rank, or are generators: {first_names(list(elsewhere), 8)}.\n"
+            f"Leave them out of `extras`, and start them again on each rank: seed a generator with another number than "
+            f"before, and begin an epoch of the data."
+        )
     return names
 
 
