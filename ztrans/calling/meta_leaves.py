@@ -76,6 +76,11 @@ def mark_unwritten(leaf: torch.Tensor, of_meta: Any) -> None:
         RECORDS.of(leaf).fill_version = _memory(leaf)._version
 
 
+def mark_written(leaf: torch.Tensor) -> None:
+    """Record a leaf as written, by a writer that does not count in the version of its memory."""
+    RECORDS.of(leaf).fill_version = None
+
+
 def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> None:
     """Check that somebody has written to each leaf of a state since `shard` allocated it.
 

@@ -48,6 +48,21 @@ def test_what_is_saved_is_loaded(trained, tmp_path, blank):
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
+def test_loaded_zeros_are_written(tmp_path):
+    """As those of a batch norm that has seen no batch: memory that nobody has written to has zeros too."""
+    mesh = zt.make_mesh("cpu", dp=1)
+
+    @zt.shard_params(mesh)
+    def step(state, x):
+        return {"count": state["count"] + 1, "seen": state["seen"]}, x.sum()
+
+    state = step.shard({"count": torch.tensor(0), "seen": torch.zeros(4, dtype=torch.bool)})
+    zt.save(tmp_path / "zeros", state).result()
+    state = zt.load(tmp_path / "zeros", state, step)
+    state, _ = step(state, torch.ones(2))
+    assert step.unshard(state)["count"] == 1
+
+
 def test_numbers_stay_numbers_without_a_mesh(tmp_path):
     state = {
         "w": torch.ones(3, dtype=torch.bfloat16),

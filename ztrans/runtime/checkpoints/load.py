@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ...calling.meta_leaves import mark_written
 from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
@@ -94,6 +95,8 @@ def load(
                 has_replicas = name in replicas and checkpoint.kinds[name][0] == whole.shape
                 targets[name] = (whole if has_replicas else part).detach()
             records = checkpoint.fill(targets, list(names.values()))
+            for part in parts:
+                mark_written(part)
             if extras is not None:
                 restore(extras, {name: records[record] for name, record in names.items()})
         new_leaves = [_as_like(x, leaf) for x, leaf in zip(parts, leaves)]
