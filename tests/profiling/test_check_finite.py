@@ -114,6 +114,7 @@ def test_a_leaf_that_the_step_leaves_alone_may_be_infinite():
     assert zt.Step.of(step).check_finite(state, torch.ones(2)) is None
     found = zt.Step.of(step).check_finite(state, torch.tensor([1e38, 3e38]))
     assert found.reaches == ("the new state.w", "the new state.best")
+    assert str(found).endswith("It reaches the new state.w, the new state.best.")
     assert found.equation.startswith("sum:")
 
 

@@ -27,7 +27,7 @@ from ..ir.collectives import rules
 from ..ir.graph import DTYPES, Eqn, Graph, Var, producers
 from ..ir.micro_batches import Carry, micro_batch_programs
 from ..ir.pairing import pair
-from ..ir.printer import equation, fold
+from ..ir.printer import equation, first_names
 from ..ir.source import where
 from ..runtime.agreement import everywhere
 from ..runtime.codegen import to_fx
@@ -140,7 +140,7 @@ class NonFinite:
         if before:
             lines.append("Before the step:")
             lines += [f"    {x}" for x in before]
-        lines.append(f"It reaches {fold(self.reaches)}.")
+        lines.append(f"It reaches {first_names(self.reaches)}.")
         return "\n".join(lines)
 
 
