@@ -27,11 +27,12 @@ PACKAGE = ROOT / "ztrans"
 # The packages that the modules of each package may import, besides their own package and ops.
 ARROWS = {
     "ir": set(),
+    "analyses": {"ir"},
     "rewrites": {"ir"},
     "calling": {"ir"},
     "tracing": {"ir", "rewrites", "calling"},
     "lift": {"ir", "calling", "tracing"},
-    "transforms": {"ir", "rewrites"},
+    "transforms": {"ir", "analyses", "rewrites"},
     "report": {"ir"},
     "planning": {"ir", "rewrites", "report"},
     "runtime": {"ir", "rewrites", "calling"},

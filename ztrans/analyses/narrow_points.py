@@ -1,0 +1,205 @@
+"""Find the narrow points of forward and backward, and the stretches of equations between them.
+
+A narrow point is a place at which only one large value passes from the earlier equations of a region to its later ones:
+the residual stream in forward, its gradient in backward. A Llama has two in each layer, behind attention and behind the
+MLP; where a layer is a checkpoint, backward has one, because it recomputes the layer as a whole.
+
+    x1 = add(x0, mm(..., wo))         -- narrow: x1 passes
+    y = norm(x1)                         x1 and y pass
+    h = mm(y, up)                        x1 and h pass
+    x2 = add(x1, mm(gelu(h), down))   -- narrow: x2 passes
+
+What does not count: values of forward that only backward reads; values that are the same for all samples, such as cast
+weights; values that no parameter enters, such as masks; and gradients of leaves on their way to the update.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ..ir.cached_analysis import cached_on_graph
+from ..ir.dependencies import depending, grouped
+from ..ir.graph import Eqn, Graph, Region, Var, users, variables
+from ..ir.liveness import liveness
+from ..ir.marks import GRADIENT
+from ..ir.structure import structures
+from ..ir.varying import varying
+
+# The bytes of the largest value that passes a narrow point, as a part of all that pass. The rest may be small values,
+# such as the losses of the routers of earlier layers.
+LARGEST_SHARE = 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """The equations of a region between two narrow points that depend on the batch, in order.
+
+    Attributes:
+        region: "forward" or "backward".
+        eqns: the equations.
+        entry: the value that passes the point before it; None for the first stretch.
+        exit: the value that passes the point after it; None for the last stretch.
+    """
+
+    region: Region
+    eqns: tuple[Eqn, ...]
+    entry: Var | None
+    exit: Var | None
+
+    def inputs(self) -> tuple[Var, ...]:
+        """The values that it reads from outside, in the order of their first readers."""
+        bound: set[Var] = set()
+        read: dict[Var, None] = {}
+        for e in self.eqns:
+            read.update(dict.fromkeys(v for v in e.ins if v not in bound))
+            bound.update(e.results)
+        return tuple(read)
+
+    def outputs(self, graph: Graph) -> tuple[Var, ...]:
+        """The values that equations outside of it read, or that the program returns."""
+        inside = set(self.eqns)
+        returned = set(variables(graph.outputs))
+        readers = users(graph)
+        outputs = []
+        for e in self.eqns:
+            for v in e.results:
+                if v in returned or not inside.issuperset(readers.get(v, ())):
+                    outputs.append(v)
+        return tuple(outputs)
+
+
+@cached_on_graph
+def stretches(graph: Graph, region: Region) -> tuple[Stretch, ...]:
+    """The stretches of a region of a program as it was traced, in order; together they have all of its equations that
+    depend on the batch.
+
+    Each reads a leaf of the state, or computes the gradient of one that the region does not read, such as an embedding.
+    """
+    from_batch = varying(graph, ("batch",))
+    eqns = [e for e in graph.eqns if e.region == region and any(v in from_batch for v in e.results)]
+    gradients = _gradients_of_one_leaf(graph)
+    from_state = depending(graph.eqns, graph.state)
+    counted = {v for v in from_batch if v in from_state and v not in gradients}
+    users_of_leaves = _users_of_leaves(graph, eqns, from_batch, gradients)
+    points = _narrow_points(users_of_leaves, _passing(graph, eqns, counted))
+
+    bounds = [(0, None), *((point.place, point.value) for point in points), (len(eqns), None)]
+    parts = []
+    for (start, entry), (end, exit) in itertools.pairwise(bounds):
+        parts.append(Stretch(region, tuple(eqns[start:end]), entry, exit))
+    return tuple(parts)
+
+
+def classes(graph: Graph, parts: Iterable[Stretch]) -> tuple[tuple[Stretch, ...], ...]:
+    """The stretches, grouped by what they compute: those of a group differ only in the values that they read."""
+    return tuple(map(tuple, grouped((_structure(graph, part), part) for part in parts).values()))
+
+
+def _structure(graph: Graph, part: Stretch) -> Hashable:
+    return structures(part.eqns, part.inputs(), part.outputs(graph), lambda v: v.type)
+
+
+# ---- what passes each place
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """What passes a place, before equation `place` of the region: all bytes, and the value that has nearly all of them,
+    if there is one.
+    """
+
+    place: int
+    total: int
+    value: Var | None
+
+
+def _narrow_points(users_of_leaves: Set[int], passing: Sequence[_Passing]) -> list[_Passing]:
+    """The narrow points of a region.
+
+    Between two equations that use leaves, the point is the last place at which the fewest bytes pass: behind an
+    activation function, and behind a cast to bf16.
+
+    Args:
+        users_of_leaves: the positions of the equations that use leaves.
+        passing: what passes behind each equation.
+    """
+    points: list[_Passing] = []
+    narrowest: _Passing | None = None
+    uses_leaf = False
+    for k, here in enumerate(passing):
+        if k in users_of_leaves:
+            if narrowest is not None:
+                points.append(narrowest)
+            narrowest = None
+            uses_leaf = True
+        if uses_leaf and here.value and (narrowest is None or here.total <= narrowest.total):
+            narrowest = here
+    return points
+
+
+def _passing(graph: Graph, eqns: Sequence[Eqn], counted: Set[Var]) -> list[_Passing]:
+    """What passes behind each of the equations of a region; only `counted` values count."""
+    root = liveness(graph).root
+    made = {v for e in eqns for v in e.results if v in counted}
+    last_read: dict[Var, int] = {}  # of each storage
+    for k, e in enumerate(eqns):
+        last_read.update((root[v], k) for v in e.ins if v in made)
+
+    passing = []
+    live: dict[Var, Var] = {}  # each storage, with the value in it that was made last
+    for k, e in enumerate(eqns):
+        live.update((root[v], v) for v in e.results if v in made and root[v] in made)
+        live = {owner: v for owner, v in live.items() if last_read.get(owner, -1) > k}
+        sizes = {v: owner.numel * owner.dtype.itemsize for owner, v in live.items()}
+        total = sum(sizes.values())
+        largest = max(sizes, key=sizes.__getitem__, default=None)
+        is_narrow = largest is not None and sizes[largest] >= LARGEST_SHARE * total
+        passing.append(_Passing(k + 1, total, largest if is_narrow else None))
+    return passing
+
+
+def _users_of_leaves(
+    graph: Graph, eqns: Sequence[Eqn], from_batch: Container[Var], gradients: Mapping[Var, Var]
+) -> set[int]:
+    """The positions of the equations that read a leaf, or compute the gradient of one that no equation reads."""
+    # For each value that is computed from leaves alone, these leaves.
+    leaves = {v: frozenset({v}) for v in graph.state}
+    for e in graph.eqns:
+        of_eqn = frozenset[Var]().union(*(leaves.get(v, ()) for v in e.ins))
+        if of_eqn:
+            leaves.update((v, of_eqn) for v in e.results if v not in from_batch)
+    read_leaves = {leaf for e in eqns for v in e.ins for leaf in leaves.get(v, ())}
+
+    positions = set()
+    for k, e in enumerate(eqns):
+        reads = any(v in leaves for v in e.ins)
+        if reads or any(v in gradients and gradients[v] not in read_leaves for v in e.results):
+            positions.add(k)
+    return positions
+
+
+def _gradients_of_one_leaf(graph: Graph) -> dict[Var, Var]:
+    """The values with the shape of a leaf, or of its transpose, that only the gradient of this leaf depends on.
+
+    They are on their way to the update: autograd casts the gradients of weights that were cast before forward only at
+    the end of backward.
+    """
+    leaf_of: dict[Var, Var | None] = {}  # None if the gradients of several leaves depend on a value
+    for e in reversed(graph.eqns):
+        if e.region == "update" and e.op is not GRADIENT:
+            continue
+        leaves = {leaf_of[v] for v in e.results if v in leaf_of}
+        if e.op is GRADIENT:
+            leaves = {e.args[1]}
+        if not leaves:
+            continue
+        leaf = leaves.pop() if len(leaves) == 1 else None
+        for v in e.ins:
+            leaf_of[v] = leaf if leaf_of.get(v, leaf) is leaf else None
+    gradients = {}
+    for v, leaf in leaf_of.items():
+        if leaf is not None and v.shape in (leaf.shape, leaf.shape[::-1]):
+            gradients[v] = leaf
+    return gradients
