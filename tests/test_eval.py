@@ -19,7 +19,7 @@ TRANSFORMS = {
     "micro-batches": lambda mesh: (zt.shard_params(mesh), zt.accumulate(2)),
     "moments on the host": lambda mesh: (
         zt.shard_params(mesh),
-        zt.offload(where="optimizer.*.exp_avg*"),
+        zt.offload(where="optimizer.*.exp_avg*", at_least=0),
     ),
     "none": lambda mesh: (),
 }

@@ -219,12 +219,12 @@ def adam(state, x):
 def test_moments_on_the_host_are_named_by_a_pattern():
     params, x = arguments(4, 256, 32)
     state = {"params": params, "m": params, "v": params}
-    moved = zt.offload(where="[mv].*")
+    moved = zt.offload(where="[mv].*", at_least=0)
     chain = zt.chain(zt.shard_params(MESH), *PLANNED)
     with pytest.raises(DoesNotFit) as caught:
         chain(adam).lower(state, x, cluster=within(1_500_000))
     (way,) = caught.value.ways
-    assert way.line == "zt.offload(where='[mv].*')"
+    assert way.line == "zt.offload(where='[mv].*', at_least=0)"
     lowered = moved(chain(adam)).lower(state, x, cluster=within(1_500_000))
     assert way.peak == lowered.memory_analysis().peak <= 1_500_000
 
@@ -301,12 +301,15 @@ def test_more_ranks_are_named_if_they_can_help():
 
 
 def test_moments_and_values_of_forward_go_to_the_host_by_one_line():
-    moments, both = zt.offload(where="m*"), zt.offload(where="m*", memory="auto")
+    moments, both = (
+        zt.offload(where="m*", at_least=0),
+        zt.offload(where="m*", at_least=0, memory="auto"),
+    )
     error = refused(LONG, 1, 2_000_002)
     traced = zt.chain(zt.shard_params(MESH), moments)(step).trace(*arguments(*LONG))
     attempt = fitting.Attempt(traced.graph, traced.transforms, error)
     ((line, transforms),) = fitting._activations_on_host(attempt)
-    assert line == "zt.offload(where='m*', memory='auto')" == f"zt.{both!r}"
+    assert line == "zt.offload(where='m*', memory='auto', at_least=0)" == f"zt.{both!r}"
     assert transforms[1:] == (both,)
 
 
@@ -416,14 +419,16 @@ def test_a_program_that_was_planned_for_another_limit_has_its_own(monkeypatch):
 
 
 def test_a_limit_takes_the_place_of_the_one_that_a_transform_names():
-    named = traced(zt.prefetch(memory=7), zt.remat(memory=7), zt.offload(where="m.*", memory=7))
+    named = traced(
+        zt.prefetch(memory=7), zt.remat(memory=7), zt.offload(where="m.*", at_least=0, memory=7)
+    )
     assert [t.within(8) for t in named.transforms[1:]] == [
         zt.prefetch(memory=8),
         zt.remat(memory=8),
-        zt.offload(where="m.*", memory=8),
+        zt.offload(where="m.*", at_least=0, memory=8),
     ]
     assert zt.remat().within(8) == zt.remat()
-    assert zt.offload(where="m.*").within(8) == zt.offload(where="m.*")
+    assert zt.offload(where="m.*", at_least=0).within(8) == zt.offload(where="m.*", at_least=0)
 
 
 def test_a_step_without_a_limit_has_no_frontier():

@@ -21,7 +21,7 @@ from .ir.printer import format_bytes
 from .planning.limit import DoesNotFit, Way
 from .planning.place_copies import HostIsFull
 from .transforms.accumulate import accumulate
-from .transforms.base import Transform, micro_batches_of
+from .transforms.base import Transform, micro_batches_of, program_shardings
 from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
@@ -256,7 +256,7 @@ def _activations_on_host(attempt: Attempt) -> Iterator[Proposal]:
         yield 'zt.offload(memory="auto")', _with(attempt, offload(memory="auto"))
     elif present.memory is None and isinstance(present.where, str):
         # The moments are on the host already, and that is not enough.
-        both = offload(where=present.where, memory="auto", across_steps=present.across_steps)
+        both = dataclasses.replace(present, memory="auto")
         yield f"zt.{both!r}", _with(attempt, both)
 
 
@@ -264,7 +264,11 @@ def _moments_on_host(attempt: Attempt) -> Iterator[Proposal]:
     if not any(isinstance(t, Offload) for t in attempt.transforms):
         pattern = pattern_of_moments(attempt.graph)
         if pattern:
-            yield f"zt.offload(where={pattern!r})", _with(attempt, offload(where=pattern))
+            moments = offload(where=pattern)
+            shardings = program_shardings(attempt.graph, [moments]).values()
+            if all(sharding.memory == "device" for sharding in shardings):  # all leaves are small
+                moments = offload(where=pattern, at_least=0)
+            yield f"zt.{moments!r}", _with(attempt, moments)
 
 
 def pattern_of_moments(graph: Graph) -> str:

@@ -79,6 +79,8 @@ class Options:
             chance.choice(["cpu", "a100", "h100"]),
             chance.choice(["ethernet-1g", "infiniband"]),
         )
+        if chance.random() < 0.25:
+            after.append(zt.offload(where="*", across_steps=chance.random() < 0.3, at_least=0))
         return Options(
             ranks,
             hosts,

@@ -48,7 +48,7 @@ def traced_step(rows: int):
 @functools.cache
 def lowered(bandwidth: float = 50e9, rows: int = 4096, **changes):
     link = dataclasses.replace(HOST_LINKS["pcie5"], bandwidth=bandwidth, **changes)
-    moved = zt.offload(where="moments.*")(step)
+    moved = zt.offload(where="moments.*", at_least=0)(step)
     return lower_traced(traced_step(rows), moved, cluster=zt.cluster("h100", host_link=link))
 
 
@@ -139,7 +139,7 @@ def test_a_slow_copy_of_what_the_step_also_returns_ends_with_the_step():
         return {"m": m}, m
 
     link = zt.Link("slow", latency=1.0, bandwidth=1e9)
-    moved = zt.offload(where="m")(with_momentum)
+    moved = zt.offload(where="m", at_least=0)(with_momentum)
     ones = torch.ones(4)
     low = moved.lower({"m": ones}, ones, cluster=zt.cluster("h100", host_link=link))
     assert places(low.graph)["out"][0][1] == len(low.graph.eqns) - 1
@@ -161,7 +161,7 @@ def test_placing_twice_is_placing_once():
 def test_any_link_gives_a_valid_program_that_needs_no_more_memory(bandwidth, latency, name):
     case = CASES[name]
     link = zt.Link("link", latency, bandwidth)
-    moved = zt.offload(where="m.*")(case.step)
+    moved = zt.offload(where="m.*", at_least=0)(case.step)
     low = lower_traced(traced(case, 1), moved, cluster=zt.cluster("h100", host_link=link))
     zt.ir.check(low.graph)
     assert memory(low.graph).peak <= memory(copied_when_needed(low.graph)).peak
@@ -172,7 +172,9 @@ def test_a_host_without_the_memory_is_an_error():
     with pytest.raises(
         ValueError, match=r"keeps 2.00 MiB in the memory of the host, .* has 1.00 MiB there"
     ):
-        zt.offload(where="moments.*")(step).lower(state(), torch.zeros(8, WIDTH), cluster=cluster)
+        zt.offload(where="moments.*", at_least=0)(step).lower(
+            state(), torch.zeros(8, WIDTH), cluster=cluster
+        )
 
 
 def test_more_ranks_are_named_if_they_can_help_the_host():
@@ -181,7 +183,7 @@ def test_more_ranks_are_named_if_they_can_help_the_host():
     def error(least, *transforms):
         cluster = zt.cluster("h100", dp="nvlink4", host_memory=least)
         with pytest.raises(ValueError, match="in the memory of the host") as caught:
-            zt.chain(*transforms, zt.offload(where="moments.*"))(step).lower(
+            zt.chain(*transforms, zt.offload(where="moments.*", at_least=0))(step).lower(
                 state(), torch.zeros(8, WIDTH), cluster=cluster
             )
         return str(caught.value).splitlines()[-1]
@@ -218,7 +220,7 @@ def test_the_pairs_of_a_program_have_its_copies():
 
 def test_a_measured_timeline_has_both_memories_too():
     case = CASES["mlp_momentum"]
-    step = zt.offload(where="m.*")(case.step)
+    step = zt.offload(where="m.*", at_least=0)(case.step)
     state, batch = step.shard(case.state()), batches(case, 1)[0]
     measured = step.compiled(state, *batch).profile(state, *batch, steps=1).timeline
     assert {"host in", "host out"} <= set(measured.lanes)

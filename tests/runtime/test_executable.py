@@ -225,7 +225,7 @@ def test_micro_batches_are_on_the_gpu_of_any_of_their_inputs():
         return {"m": m, "w": w.detach() - m}, ()
 
     state = {"m": torch.zeros(4, 4), "w": torch.zeros(4, 4)}
-    moved = zt.chain(zt.accumulate(2), zt.offload(where="m"))(step)
+    moved = zt.chain(zt.accumulate(2), zt.offload(where="m", at_least=0))(step)
     graph = moved.lower(state, torch.ones(2, 4)).graph
     examples = {}
 

@@ -65,7 +65,10 @@ TRANSFORMS = [
     *(zt.remat(save="save_matmuls"), zt.remat(save="save_nothing")),
     zt.remat(save="save_everything"),
     *(zt.delay_weight_grads(), zt.delay_weight_grads(most=1)),
-    *(zt.offload(where="momentum.*"), zt.offload(where="momentum.*", across_steps=True)),
+    *(
+        zt.offload(where="momentum.*", at_least=0),
+        zt.offload(where="momentum.*", at_least=0, across_steps=True),
+    ),
     zt.offload(memory=1 << 20),
 ]
 # The sums over micro-batches are in another order than those of the whole batch.

@@ -20,8 +20,8 @@ from ztrans.planning.buffers import storages
 from ztrans.planning.cluster import HOST_LINKS
 from ztrans.planning.cost import memory
 
-ALONE = zt.offload(where="[mv].*")
-ACROSS = zt.offload(where="[mv].*", across_steps=True)
+ALONE = zt.offload(where="[mv].*", at_least=0)
+ACROSS = zt.offload(where="[mv].*", at_least=0, across_steps=True)
 STEPS = 20
 SLOW = zt.cluster("h100", host_link=zt.Link("slow", latency=1e-4, bandwidth=1e8))
 
@@ -59,7 +59,11 @@ def trained(case, *transforms: zt.Transform, steps: int = STEPS):
 def test_the_difference_prints(golden):
     cluster = zt.cluster("h100", host_link=zt.Link("slow", latency=5e-5, bandwidth=1e9))
     alone, across = (
-        lower(zt.offload(where="m.0.*", across_steps=flag), name="mlp_momentum", cluster=cluster)
+        lower(
+            zt.offload(where="m.0.*", at_least=0, across_steps=flag),
+            name="mlp_momentum",
+            cluster=cluster,
+        )
         for flag in (False, True)
     )
     assert zt.ir.diff(alone, across) == golden
@@ -81,7 +85,7 @@ def test_a_copy_that_ends_within_the_step_does_not_go_on():
     """The moment of the last layer is updated while backward goes on."""
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     link = zt.Link("fast", latency=0.0, bandwidth=1e15)
-    moved = zt.offload(where="m.4.*", across_steps=True)
+    moved = zt.offload(where="m.4.*", at_least=0, across_steps=True)
     cluster = zt.cluster("h100", dp="nvlink4", host_link=link)
     low = lower(shard, moved, zt.overlap_grads(), name="mlp_momentum", cluster=cluster)
     assert not carried(low.graph)
@@ -101,7 +105,7 @@ def test_what_the_caller_may_write_over_is_not_read_after_the_step(leaf):
         }[leaf]
         return {"w": w, "m": m}, m if leaf == "returned as an output" else x.sum()
 
-    moved = zt.offload(where="m", across_steps=True)(step)
+    moved = zt.offload(where="m", at_least=0, across_steps=True)(step)
     state = {"w": torch.ones(4, 4), "m": torch.zeros(4, 4)}
     assert not carried(moved.lower(state, torch.ones(4, 4), cluster=SLOW).graph)
 
@@ -117,7 +121,7 @@ def test_no_copy_reads_the_storage_of_a_leaf_after_the_step():
     state = {"w": torch.ones(4, 4), "m": torch.zeros(4, 4)}
     owners = []
     for across in (False, True):
-        moved = zt.offload(where="m", across_steps=across)(step)
+        moved = zt.offload(where="m", at_least=0, across_steps=across)(step)
         graph = moved.lower(state, torch.ones(64, 4), cluster=SLOW).graph
         (copy,) = [e for e in graph.eqns if e.op is TO_HOST]
         owners.append(donation(graph).owner[copy.ins[0]].name)
@@ -130,12 +134,14 @@ def without_wait_before(graph, leaf):
 
 
 def test_the_verifier_refuses_a_leaf_that_the_next_step_does_not_take_as_a_future():
-    across = lower(zt.offload(where="m.0.weight", across_steps=True), name="mlp_momentum").graph
+    across = lower(
+        zt.offload(where="m.0.weight", at_least=0, across_steps=True), name="mlp_momentum"
+    ).graph
     place = next(i for i, v in enumerate(across.inputs) if v.future)
     leaf = across.inputs[place]
     with pytest.raises(ProgramError, match=r"m.0.weight.host: .* is read before it is bound"):
         check(without_wait_before(across, leaf))
-    alone = lower(zt.offload(where="m.0.weight"), name="mlp_momentum").graph
+    alone = lower(zt.offload(where="m.0.weight", at_least=0), name="mlp_momentum").graph
     returned = alone.outputs[place]
     (wait,) = [e for e in alone.eqns if returned in e.results]
     outputs = tuple(wait.ins[0] if v is returned else v for v in alone.outputs)
@@ -206,7 +212,7 @@ def test_a_lifted_loop_with_a_scheduler_and_a_checkpoint_has_the_same_bits(tmp_p
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
         if across is not None:
-            step = zt.offload(where="optimizer.*.exp_avg*", across_steps=across)(step)
+            step = zt.offload(where="optimizer.*.exp_avg*", at_least=0, across_steps=across)(step)
             state = step.shard(state)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         for k in range(STEPS):
@@ -237,7 +243,7 @@ def test_after_a_failed_step_steps_go_on():
     x = torch.arange(8.0).view(2, 4)
     good, bad = torch.tensor([0, 1]), torch.tensor([0, 7])
     results = []
-    for transform in (zt.chain(), zt.offload(where="m", across_steps=True)):
+    for transform in (zt.chain(), zt.offload(where="m", at_least=0, across_steps=True)):
         step = failing(transform)
         state = step.shard({"w": torch.ones(4, 4), "m": torch.zeros(4, 4)})
         state, _ = step(state, x, good)
@@ -295,7 +301,7 @@ def clipped(state, x):
 def of_layers(across_steps: bool, bandwidth: float = 14e9, rows: int = 4096):
     weights = {f"w{i:02}": torch.zeros(WIDTH, WIDTH) for i in range(LAYERS)}
     link = dataclasses.replace(HOST_LINKS["pcie5"], bandwidth=bandwidth)
-    moved = zt.offload(where="moments.*", across_steps=across_steps)(clipped)
+    moved = zt.offload(where="moments.*", at_least=0, across_steps=across_steps)(clipped)
     state = {"weights": weights, "moments": dict(weights)}
     return moved.lower(state, torch.zeros(rows, WIDTH), cluster=zt.cluster("h100", host_link=link))
 
@@ -320,7 +326,7 @@ def test_the_peak_does_not_rise(bandwidth):
 def test_with_too_little_room_copies_end_within_the_step():
     """With a small batch the peak is in the update: two moments of each leaf would take the place of its gradient."""
     alone, across = (
-        zt.offload(where="[mv].*", across_steps=flag)(adam_by_rows)
+        zt.offload(where="[mv].*", at_least=0, across_steps=flag)(adam_by_rows)
         .lower(adam_state(), torch.ones(2, 64), cluster=SLOW)
         .graph
         for flag in (False, True)
@@ -381,5 +387,5 @@ def test_without_leaves_of_the_state_it_is_refused():
 
 def test_an_option_that_is_neither_true_nor_false_is_refused():
     with pytest.raises(TypeError) as caught:
-        zt.offload(where="m", across_steps=2)
+        zt.offload(where="m", at_least=0, across_steps=2)
     assert str(caught.value) == "offload: across_steps=2; it is True or False."

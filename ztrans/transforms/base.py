@@ -43,7 +43,8 @@ class Transform:
 
     `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` comes last there. In
     phase 2, `shard_params` comes first and makes the program of one rank; the other transforms of the phase rewrite
-    that. Within a phase, transforms run in the order in which they were applied.
+    that. In phase 3 `offload` moves what is left of its leaves. Within a phase, transforms run in the order in which
+    they were applied.
     """
 
     phase: ClassVar[int] = 2
@@ -268,7 +269,7 @@ def _check_kind(transforms: tuple[Transform, ...], new: Transform) -> None:
 
 def _check_mesh(transforms: tuple[Transform, ...], new: Transform) -> None:
     """Raises: ValueError if a transform that distributes the step comes too late, or has another mesh than the step."""
-    earlier = [t.name for t in transforms if t.phase == Transform.phase and t.mesh is None]
+    earlier = [t.name for t in transforms if t.phase >= Transform.phase and t.mesh is None]
     if earlier:
         raise ValueError(
             f"{new.name}: applied after {', '.join(earlier)}, but it makes the program that these transforms change.\n"

@@ -1,4 +1,4 @@
-"""Keep state that only the update reads, and values of forward, in the memory of the host.
+"""Keep leaves of the state, and values of forward, in the memory of the host.
 
 The transform itself moves leaves of the state. For values of forward it writes a hint, and a plan chooses the values.
 """
@@ -9,19 +9,21 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 
 from ..ir.collectives import rules
 from ..ir.copies import copy_to, is_copy, wait_for_copy
-from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute, users
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute
 from ..ir.layout import LeafSharding
-from ..ir.op_facts import is_random
-from ..ir.printer import first_names
+from ..ir.op_facts import is_random, is_view_or_cast
+from ..ir.printer import first_names, format_bytes
 from ..ir.rewriter import Rewriter, prerequisites, reordered
-from ..ir.source import where as line_of
+from ..rewrites.erase import erase_marks
 from .base import Transform, byte_count, constructor, program_shardings
+from .sharding.rank_values import Phase, next_phase
 
 Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
@@ -33,11 +35,13 @@ def offload(
     where: Where | None = None,
     memory: int | float | Literal["auto"] | None = None,
     across_steps: bool = False,
+    at_least: int | float = 1 << 20,
 ) -> Transform:
-    """Keep state leaves that only the update reads, such as moments, and values of forward in the memory of the host.
+    """Keep leaves of the state, such as moments and parameters, and values of forward in the memory of the host.
 
-    A leaf is copied to the device during the end of backward, early enough for its update, and its new value is copied
-    back during the updates that follow. The step ends when the copies back have ended.
+    Forward, backward and the update each copy the leaves that they read to the device, early enough for the first
+    equation that reads them; a leaf that is sharded is copied before it is gathered. The new value is copied back
+    during the updates that follow. The step ends when the copies back have ended.
 
     With `memory`, the step also copies values of forward to the host once they are computed, and back early enough for
     backward: as many as the limit requires, and first those that wait the longest. With `remat(memory=...)` one plan
@@ -55,20 +59,23 @@ def offload(
 
     Args:
         where: the leaves to move. A pattern for `fnmatch` of their paths, such as "optimizer.*.exp_avg*"; or a function
-            `where(path, leaf)` of the path and a meta tensor. Leaves without dims stay on the device.
+            `where(path, leaf)` of the path and a meta tensor. "*" moves the whole state. Leaves without dims stay on
+            the device.
         memory: the greatest number of bytes that may be live on the device, a limit on the whole step (the same as in
             `prefetch`). "auto" is the memory of the device, less a reserve, if it is known. By default all values of
             forward stay on the device.
         across_steps: let the copies of `where`'s leaves to the host continue during the forward of the next step, which
             waits for them. Until then, the values that they copy stay on the device too, within the memory limit.
+        at_least: the least size in bytes of a leaf that moves. A copy of a smaller one takes longer to start than it is
+            worth.
 
     Raises: TypeError if `where` is neither of these, if both `where` and `memory` are missing, or for `across_steps`
-        without `where`; ValueError if `memory` is not a number of bytes. When the step is lowered, ValueError if
-        `where` matches no leaf, if forward or backward reads a leaf that it matches, if the step exceeds the limit with
-        everything movable on the host, if it exceeds the cluster's `host_memory`, or for micro-batches with
-        `across_steps`.
+        without `where`; ValueError if `memory` or `at_least` is not a number of bytes. When the step is lowered,
+        ValueError if `where` matches no leaf that is large enough, if the step exceeds the limit with everything
+        movable on the host, if it exceeds the cluster's `host_memory`, or for micro-batches with `across_steps`.
 
-    Source: Ren et al., ZeRO-Offload, 2021; Rhu et al., vDNN, 2016; the memory kinds of JAX.
+    Source: Ren et al., ZeRO-Offload, 2021; Rajbhandari et al., ZeRO-Infinity, 2021; Rhu et al., vDNN, 2016; the memory
+        kinds of JAX.
 
     >>> offload(where="optimizer.*.exp_avg*")
     offload(where='optimizer.*.exp_avg*')
@@ -91,7 +98,8 @@ def offload(
             f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
             f"where(path, leaf) that returns a bool."
         )
-    return Offload(where, limit, across_steps)
+    least = byte_count("offload: at_least", at_least, 0)
+    return Offload(where, limit, across_steps, least)
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,10 @@ class Offload(Transform):
     where: Where | None = None
     memory: int | str | None = None
     across_steps: bool = False
+    at_least: int = 1 << 20
+
+    # After the transforms that decide what forward reads, such as the dtype in which a leaf is gathered.
+    phase: ClassVar[int] = 3
 
     @property
     def memory_limit(self) -> int | None:
@@ -110,7 +122,7 @@ class Offload(Transform):
         return self if self.memory is None else dataclasses.replace(self, memory=limit)
 
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
-        if not leaf.shape or self.where is None:
+        if not leaf.shape or self.where is None or leaf.nbytes < self.at_least:
             return LeafSharding()
         matches = (
             fnmatchcase(path, self.where) if isinstance(self.where, str) else self.where(path, leaf)
@@ -131,13 +143,14 @@ class Offload(Transform):
         return graph if self.where is None else self._with_moved_leaves(graph, self.where)
 
     def _with_moved_leaves(self, graph: Graph, where: Where) -> Graph:
-        moving = _MovingLeaves(graph)
+        memory_of: dict[Var, MemoryKind] = {}
         for v, sharding in program_shardings(graph, [self]).items():
             if sharding.memory != "device":
-                moving.move(v, sharding.memory)
-        if not moving.moved:
-            raise _matches_none(where, graph)
-        return leaf_by_leaf(moving.applied())
+                memory_of[v] = sharding.memory
+        if not memory_of:
+            raise _matches_none(where, self.at_least, graph)
+        # A mark reads a leaf only to name it.
+        return leaf_by_leaf(_MovingLeaves(erase_marks(graph), memory_of).program())
 
 
 def leaf_by_leaf(graph: Graph) -> Graph:
@@ -210,59 +223,89 @@ def _places_of_updates(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, 
 
 
 class _MovingLeaves:
-    """The edits that move leaves of a program to another memory.
+    """The edits that keep leaves of a program in another memory.
+
+    Each forward, each backward and the update copy a leaf to the device before the first equation that reads it there.
+    Views and casts of a leaf are computed where they are read, so that no value of forward waits for backward.
 
     Attributes:
         moved: for each leaf, the value in its memory that replaces it among the inputs.
-        on_device: for each leaf that is read, or returned as another leaf, its copy on the device.
+        deferred: the views and casts of these leaves in forward and backward, with the equations that compute them.
+        on_device: by phase, the value on the device for a leaf, or for a view or cast of one.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, memory_of: Mapping[Var, MemoryKind]) -> None:
         self.graph = graph
         self.new = Rewriter(graph)
-        self.readers = users(graph)
-        self.moved: dict[Var, Var] = {}
-        self.on_device: dict[Var, Var] = {}
+        self.moved = {v: dataclasses.replace(v, memory=kind) for v, kind in memory_of.items()}
+        self.deferred: dict[Var, Eqn] = {}
+        self.on_device: dict[Phase, dict[Var, Var]] = {}
+        self.computed: set[Var] = set()  # the views and casts whose names are taken
 
-    def move(self, leaf: Var, kind: MemoryKind) -> None:
-        """Keep a leaf in a memory, and copy it to the device before its first reader."""
-        readers = self.readers.get(leaf, [])
-        for e in readers:
-            if e.region != "update":
-                raise _is_read(leaf, e)
-        self.moved[leaf] = dataclasses.replace(leaf, memory=kind)
-        returned_at = [i for i, v in enumerate(self.graph.outputs) if v is leaf]
-        position = self.graph.inputs.index(leaf)
-        # A leaf that nothing reads stays in its memory. Only a return as another leaf needs it on the device.
-        if not readers and returned_at in ([], [position]):
-            return
-        name = self.new.fresh_name(f"{leaf.name}.device")
-        first = readers[0] if readers else None
-        start = copy_to("device", self.moved[leaf], name, (leaf.name,)).like(first, "update")
-        wait = wait_for_copy(start.out).like(start)
-        self.new.insert_before(first, start, wait)
-        self.new.replace_reads(readers, leaf, wait.out)
-        self.on_device[leaf] = wait.out
+    def program(self) -> Graph:
+        """The edited program."""
+        phase: Phase = (0, "forward")
+        for e in self.graph.eqns:
+            phase = next_phase(phase, e)
+            if e.region != "update" and is_view_or_cast(e) and self._is_moved(e.ins[0]):
+                self.deferred.update(dict.fromkeys(e.results, e))
+                self.new.drop(e)
+            elif any(map(self._is_moved, e.ins)):
+                where_read = (0, "update") if e.region == "update" else phase
+                self.new.replace(e, e.with_inputs(partial(self._read, where_read, e)))
 
-    def applied(self) -> Graph:
-        """The edited program, which also copies the new values of the leaves to their memories."""
         new_state = []
         for leaf, new in self.graph.leaves:
-            value = self.on_device.get(new, new)
-            if leaf in self.moved:
+            value = new
+            if leaf not in self.moved:
+                value = self._read((0, "update"), None, new)
+            elif new is leaf:
+                value = self.moved[leaf]
+            else:
                 # If the step returns another leaf here, that leaf's value on the device is copied.
-                moved = self.moved[leaf]
-                value = moved if new is leaf else self._copied_over(moved, value)
+                value = self._copied_over(self.moved[leaf], new)
             new_state.append(value)
-        results = substitute(self.graph.results, lambda v: self.on_device.get(v, v))
+        results = substitute(self.graph.results, partial(self._read, (0, "update"), None))
         inputs = tuple(self.moved.get(v, v) for v in self.graph.inputs)
         return self.new.applied().replace(inputs=inputs, outputs=(*new_state, *results))
 
+    def _is_moved(self, v: Var) -> bool:
+        return v in self.moved or v in self.deferred
+
+    def _read(self, phase: Phase, reader: Eqn | None, v: Var) -> Var:
+        """The value that an equation of a phase, or the end of the program, reads for `v`."""
+        if not self._is_moved(v):
+            return v
+        values = self.on_device.setdefault(phase, {})
+        if v in self.deferred and v not in values:
+            maker = self.deferred[v]
+            source = self._read(phase, reader, maker.ins[0])
+            outs = tuple(None if out is None else self._renamed(out) for out in maker.outs)
+            _, region = phase
+            again = maker.with_inputs(lambda _: source, outs=outs, region=region)
+            self.new.insert_before(reader, again)
+            values.update(zip(maker.results, again.results))
+        elif v not in values:
+            name = self.new.fresh_name(f"{v.name}.device")
+            start = copy_to("device", self.moved[v], name, (v.name,)).like(reader, phase[1])
+            wait = wait_for_copy(start.out).like(start)
+            self.new.insert_before(reader, start, wait)
+            values[v] = wait.out
+        return values[v]
+
+    def _renamed(self, v: Var) -> Var:
+        """A view or a cast of a leaf. Only the first of them keeps its name."""
+        if v in self.computed:
+            return self.new.fresh(v)
+        self.computed.add(v)
+        return v
+
     def _copied_over(self, old: Var, new: Var) -> Var:
         """The new value of a leaf in its memory, over the old one."""
-        maker = self.new.makers.get(new)
-        name = self.new.fresh_name(f"{new.name}.{old.memory}")
-        start = copy_to(old.memory, new, name, (old.name,), over=old).like(maker, "update")
+        maker = None if self._is_moved(new) else self.new.makers.get(new)
+        value = self._read((0, "update"), None, new)
+        name = self.new.fresh_name(f"{value.name}.{old.memory}")
+        start = copy_to(old.memory, value, name, (old.name,), over=old).like(maker, "update")
         wait = wait_for_copy(start.out).like(start)
         if maker is None:
             self.new.insert_before(None, start, wait)
@@ -271,17 +314,14 @@ class _MovingLeaves:
         return wait.out
 
 
-def _matches_none(where: Where, graph: Graph) -> ValueError:
-    names = [v.name for v in graph.state if v.shape]
+def _matches_none(where: Where, at_least: int, graph: Graph) -> ValueError:
+    names = []
+    for v in graph.state:
+        if v.shape and v.numel * v.dtype.itemsize >= at_least:
+            names.append(v.name)
     option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
     return ValueError(
-        f"offload: where={option} matches no leaf of the state of {graph.name} that has dims.\n"
-        f"These are {first_names(names, _LISTED) or 'none'}."
-    )
-
-
-def _is_read(leaf: Var, e: Eqn) -> ValueError:
-    return ValueError(
-        f"offload: {leaf.name} is read in {e.region}, and only state that the update alone reads can be on the host, "
-        f"such as moments.\n  at {line_of(e.source)}\nLet `where` leave it out."
+        f"offload: where={option} matches no leaf of the state of {graph.name} that has dims and at least "
+        f"{format_bytes(at_least)}.\nThese are {first_names(names, _LISTED) or 'none'}. For smaller ones, pass "
+        f"at_least=0."
     )

@@ -27,7 +27,7 @@ NAMES = ("mlp_momentum", "clipped", "adamw_fused", "adamw_foreach")
 def lowered(name: str, across_steps: bool, rows: int = 64):
     """A program whose moments are on the host, and the inputs of a state of its own."""
     case = CASES[name]
-    step = zt.offload(where="[mv].*", across_steps=across_steps)(case.step)
+    step = zt.offload(where="[mv].*", at_least=0, across_steps=across_steps)(case.step)
     torch.manual_seed(0)
     state = step.shard(case.state())
     batch = case.batch(rows)

@@ -29,7 +29,18 @@ from ...ir.op_facts import CAST, is_view_or_cast
 from ...ir.source import Source
 from ...rewrites.redistribute import Site, redistribute, reduced
 
-Phase = tuple[int, str]  # the number of forwards so far, and the region
+Phase = tuple[int, Region]  # the number of forwards so far, and the region
+
+
+def next_phase(phase: Phase, eqn: Eqn) -> Phase:
+    """The phase of forward or backward after an equation. An equation of the update does not end the phase around it.
+
+    A value that is brought in for a phase, such as a gathered parameter at stage 3, is dropped after it.
+    """
+    forwards, region = phase
+    if eqn.region in (region, "update"):
+        return phase
+    return (forwards + (eqn.region == "forward"), eqn.region)
 
 
 class EndOfStep(NamedTuple):
@@ -82,13 +93,7 @@ class RankValues:
         values[plain] = value
 
     def enter_phase(self, eqn: Eqn) -> None:
-        """Count the forwards and backwards: at stage 3, a gathered parameter is dropped after each of them."""
-        forwards, region = self._phase
-        if eqn.region in (region, "update"):
-            return
-        if eqn.region == "forward":
-            forwards += 1
-        self._phase = (forwards, eqn.region)
+        self._phase = next_phase(self._phase, eqn)
 
     # ---- values in a layout
 
