@@ -27,6 +27,7 @@ from .sharding.rank_values import Phase, next_phase
 
 Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
+_UPDATE: Phase = (0, "update")  # all equations of the update, and the end of the program
 
 
 @constructor
@@ -251,21 +252,21 @@ class _MovingLeaves:
                 self.deferred.update(dict.fromkeys(e.results, e))
                 self.new.drop(e)
             elif any(map(self._is_moved, e.ins)):
-                where_read = (0, "update") if e.region == "update" else phase
+                where_read = _UPDATE if e.region == "update" else phase
                 self.new.replace(e, e.with_inputs(partial(self._read, where_read, e)))
 
         new_state = []
         for leaf, new in self.graph.leaves:
             value = new
             if leaf not in self.moved:
-                value = self._read((0, "update"), None, new)
+                value = self._read(_UPDATE, None, new)
             elif new is leaf:
                 value = self.moved[leaf]
             else:
                 # If the step returns another leaf here, that leaf's value on the device is copied.
                 value = self._copied_over(self.moved[leaf], new)
             new_state.append(value)
-        results = substitute(self.graph.results, partial(self._read, (0, "update"), None))
+        results = substitute(self.graph.results, partial(self._read, _UPDATE, None))
         inputs = tuple(self.moved.get(v, v) for v in self.graph.inputs)
         return self.new.applied().replace(inputs=inputs, outputs=(*new_state, *results))
 
@@ -303,7 +304,7 @@ class _MovingLeaves:
     def _copied_over(self, old: Var, new: Var) -> Var:
         """The new value of a leaf in its memory, over the old one."""
         maker = None if self._is_moved(new) else self.new.makers.get(new)
-        value = self._read((0, "update"), None, new)
+        value = self._read(_UPDATE, None, new)
         name = self.new.fresh_name(f"{value.name}.{old.memory}")
         start = copy_to(old.memory, value, name, (old.name,), over=old).like(maker, "update")
         wait = wait_for_copy(start.out).like(start)
