@@ -77,7 +77,8 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
     for message in messages:
         places.update((message.issue, message.need))
     compute_before = [0.0, *accumulate(compute)]
-    rank = Rank(messages)
+    rank = Rank()
+    sent = [0] * len(messages)  # by message, its number in the network
     waited_for: set[int] = set()
     updated: set[int] = set()
     now = 0
@@ -89,23 +90,24 @@ def evaluate(problem: Problem, schedule: Schedule) -> Outcome:
         arrive.append(rank.clock)
         for i, message in enumerate(problem.fixed_messages):
             if message.issue == k:
-                rank.send(i)
+                sent[i] = rank.send(message)
         for event in at_places.get(k, ()):
             if event.kind is Kind.UPDATE:
                 rank.clock += problem.update_seconds(event.updates)
                 updated.update(event.updates)
             elif event.kind not in WAITS:
-                rank.send(number[event.kind, event.members[0]])
+                i = number[event.kind, event.members[0]]
+                sent[i] = rank.send(messages[i])
             else:
                 i = number[WAITS[event.kind], event.members[0]]
                 if i not in waited_for:
-                    rank.wait(i)
+                    rank.wait(sent[i])
                     waited_for.add(i)
         for i, message in enumerate(problem.fixed_messages):
             if message.need == k:
-                rank.wait(i)
+                rank.wait(sent[i])
         start.append(rank.clock)
-    played = rank.played(arrive, start)
+    played = rank.played(sent, arrive, start)
 
     # The other updates run at their places in the program: for a schedule that is the end.
     others = [u for u in range(len(problem.updates)) if u not in updated]

@@ -213,11 +213,8 @@ class Stalls:
         self.ends.append(end)
         self.seconds_before.append(self.seconds_before[-1] + end - begin)
 
-    def lost(self, network: Network, i: int, now: float) -> float:
-        """The seconds that compute has lost until `now` to message `i`, which has arrived."""
-        message = network.levels[i]
-        if not isinstance(message, Message) or not message.taken:
-            return 0.0
+    def lost(self, network: Network, i: int, share: float, now: float) -> float:
+        """The seconds that compute has lost until `now` to message `i`, which takes a share of it and has arrived."""
         lost = 0.0
         first = network.first.get(i)
         levels = (i,) if first is None else (first, i)
@@ -227,7 +224,7 @@ class Stalls:
             if begin < end:
                 stalled_before = self._seconds_until(begin)
                 stalled_until_end = self._seconds_until(end)
-                lost += message.taken * (end - begin - stalled_until_end + stalled_before)
+                lost += share * (end - begin - stalled_until_end + stalled_before)
         return lost
 
     def _seconds_until(self, time: float) -> float:

@@ -2,8 +2,8 @@
 
 Operations run one after the other in the compute queue. A message is issued just before an operation and joins its lane
 (see `network`); a later operation waits for it. `simulate` plays the program of one rank. The solver plays schedules,
-which have no program, by the same rules (`solver/place.py`), and bounds the time of all of them (`solver/bound.py`).
-The tests of the solver compare the three.
+which have no program, with the same `Rank` (`solver/place.py`), and bounds the time of all of them
+(`solver/bound.py`). The tests of the solver compare the three.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def play(compute: Sequence[float], messages: Sequence[Message]) -> Played:
     """
     issued = grouped((message.issue, i) for i, message in enumerate(messages))
     needed = grouped((message.need, i) for i, message in enumerate(messages))
-    rank = Rank(messages)
+    rank = Rank()
+    numbers = [0] * len(messages)
     compute_before = [0.0, *accumulate(compute)]
     arrive: list[float] = []
     start: list[float] = []
@@ -67,57 +68,72 @@ def play(compute: Sequence[float], messages: Sequence[Message]) -> Played:
         rank.clock += before - compute_before[max(k - 1, 0)]
         arrive.append(rank.clock)
         for i in issued.get(k, ()):
-            rank.send(i)
+            numbers[i] = rank.send(messages[i])
         # The first message to arrive is unpacked while the others are still under way.
-        waiting = list(needed.get(k, ()))
+        waiting = [numbers[i] for i in needed.get(k, ())]
         while waiting:
-            rank.wait(waiting.pop(rank.first_of(waiting)))
+            rank.wait(waiting.pop(rank.network.first_of(waiting)))
         start.append(rank.clock)
-    return rank.played(arrive, start)
+    return rank.played(numbers, arrive, start)
 
 
 class Rank:
-    """A simulated rank: the clock of its compute queue, and its messages."""
+    """A simulated rank: the clock of its compute queue, its messages, and the times in which compute stands still.
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = messages
-        self.network = Network()
-        self.numbers = [0] * len(messages)  # of the messages in the network
-        self.stall = [0.0] * len(messages)
-        self.lost = [(0.0, 0.0)] * len(messages)
-        self.stalls = Stalls()
+    Messages are known by their numbers in the network.
+
+    Attributes:
+        sent: the messages.
+        waited: for each message that was waited for, the seconds that compute stood still, the end of the wait, and the
+            seconds that compute has lost to the message.
+    """
+
+    def __init__(self) -> None:
         self.clock = 0.0
+        self.network = Network()
+        self.stalls = Stalls()
+        self.sent: dict[int, Message] = {}
+        self.waited: dict[int, tuple[float, float, float]] = {}
 
-    def send(self, i: int) -> None:
-        self.clock += self.messages[i].overhead
+    def send(self, message: Message) -> int:
+        """Send a message, and return its number."""
+        self.clock += message.overhead
         self.network.run(self.clock)
-        self.numbers[i] = self.network.issue(self.messages[i], self.clock)
+        number = self.network.issue(message, self.clock)
+        self.sent[number] = message
+        return number
 
-    def first_of(self, waiting: Sequence[int]) -> int:
-        """The position of the message that arrives first."""
-        return self.network.first_of([self.numbers[i] for i in waiting])
-
-    def wait(self, i: int) -> None:
-        """Let compute stand still until message `i` has arrived, and unpack it."""
-        end = self.network.arrival(self.numbers[i])
+    def wait(self, number: int) -> bool:
+        """Let compute stand still until a message has arrived, and unpack it. Return whether compute stood still."""
+        end = self.network.arrival(number)
+        stall = 0.0
         if end > self.clock:
-            self.stall[i] = end - self.clock
+            stall = end - self.clock
             self.stalls.add(self.clock, end)
             self.clock = end
-        lost_seconds = self.stalls.lost(self.network, self.numbers[i], self.clock)
-        self.lost[i] = self.clock, lost_seconds
-        self.clock += lost_seconds + self.messages[i].unpack
+        message = self.sent[number]
+        lost_seconds = 0.0
+        if message.taken:
+            lost_seconds = self.stalls.lost(self.network, number, message.taken, self.clock)
+        self.waited[number] = stall, self.clock, lost_seconds
+        self.clock += lost_seconds
+        self.clock += message.unpack
+        return stall > 0
 
-    def played(self, arrive: Sequence[float], start: Sequence[float]) -> Played:
-        """When everything happened, at the end."""
+    def played(
+        self, numbers: Sequence[int], arrive: Sequence[float], start: Sequence[float]
+    ) -> Played:
+        """When everything happened, at the end: to the messages with these numbers, and at each place."""
         # The last messages may still be under way; their arrival ends the step.
-        end = tuple(self.network.arrival(i) for i in self.numbers)
+        end = tuple(map(self.network.arrival, numbers))
+        never = 0.0, 0.0, 0.0
+        waited = [self.waited.get(i, never) for i in numbers]
         return Played(
             arrive=tuple(arrive),
             start=tuple(start),
-            begin=tuple(self.network.begin[i] for i in self.numbers),
+            begin=tuple(self.network.begin[i] for i in numbers),
             end=end,
-            stall=tuple(self.stall),
-            lost=tuple(self.lost),
-            inside=tuple(self.network.first_level(i) for i in self.numbers),
+            stall=tuple(stall for stall, _, _ in waited),
+            lost=tuple((time, lost) for _, time, lost in waited),
+            inside=tuple(self.network.first_level(i) for i in numbers),
         )

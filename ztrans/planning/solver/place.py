@@ -24,7 +24,8 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from ...ir.dependencies import grouped
-from ..network import NEVER, Message, Network, Stalls, in_lane
+from ..network import NEVER, Message, in_lane
+from ..play import Rank
 from .after_waits import PendingUpdates, SecondReductions
 from .loads import ChoiceLoad, GatherLoad, Loads, ReductionLoad, Rejected
 from .problem import Bucket, Choice, Schedule
@@ -150,12 +151,9 @@ class _Simulation:
         self.reserve = 0
         if choice.reserve:
             self.reserve = max((load.size for load in choice_load.reductions), default=0)
-        self.network = Network()
-        self.stalls = Stalls()
         self.updates = PendingUpdates(problem)
-        # The time, and the place that compute has reached by then.
-        self.clock = 0.0
-        self.place = 0
+        self.rank = Rank()
+        self.place = 0  # the place that compute has reached
 
         self.reductions = []
         for r, load in enumerate(choice_load.reductions):
@@ -278,12 +276,12 @@ class _Simulation:
         )
         while self.agenda:
             place, kind, _, subject = heapq.heappop(self.agenda)
-            self.clock += self.seconds_before[place] - self.seconds_before[self.place]
+            self.rank.clock += self.seconds_before[place] - self.seconds_before[self.place]
             self.place = place
-            self.network.run(self.clock)
+            self.rank.network.run(self.rank.clock)
             handlers[kind](subject, place)
 
-        end = self.clock + self.seconds_before[-1] - self.seconds_before[self.place]
+        end = self.rank.clock + self.seconds_before[-1] - self.seconds_before[self.place]
         seconds = end + self.updates.seconds_left
         # A schedule lists its gathers in the order of their starts.
         in_order = sorted(self.gathers, key=lambda gather: gather.number)
@@ -299,24 +297,21 @@ class _Simulation:
         """Send a message."""
         message = in_flight.message
         lane = self.lanes[message.lane]
-        self.clock += message.overhead
-        self.network.run(self.clock)
+        in_flight.number = self.rank.send(message)
 
         # A lane that was idle for too long cannot send the rest in time, so the choice is rejected early.
-        free_since = 0.0 if lane.last_sent is None else self.network.end[lane.last_sent]
-        lane.work += max(self.clock - free_since, 0.0)
+        free_since = 0.0 if lane.last_sent is None else self.rank.network.end[lane.last_sent]
+        lane.work += max(self.rank.clock - free_since, 0.0)
         if lane.work > self.most_seconds:
             raise Rejected
+        lane.last_sent = in_flight.number
 
-        ready = self.clock + message.pack_beside
+        ready = self.rank.clock + message.pack_beside
         if message.inside is not None:
             inside_lane = self.lanes[message.inside.lane]
             inside_lane.clear = max(inside_lane.clear, ready) + in_lane(message.inside)
             ready = inside_lane.clear
         lane.clear = max(lane.clear, ready) + in_lane(message)
-
-        in_flight.number = self.network.issue(message, self.clock)
-        lane.last_sent = in_flight.number
 
     def _send_gathers(self, lane: Lane, place: int) -> None:
         """Start the gathers of a lane that are due here and have room."""
@@ -428,7 +423,7 @@ class _Simulation:
         clock = self.problem.clock
         group_end = reduction.group_end
         expected = max(reduction.expected, group_end.expected)
-        end = bisect_left(clock, expected - self.clock + clock[place], place)
+        end = bisect_left(clock, expected - self.rank.clock + clock[place], place)
         # If the last reduction of the group has not been sent yet, hold the gradients at least until it is sent.
         if group_end.load.start >= place:
             end = max(end, group_end.load.start + 1)
@@ -510,18 +505,18 @@ class _Simulation:
         if reduction.wait >= 0:
             return
         first_wait = reduction.load.first_wait
-        has_arrived = self.network.end[reduction.number] <= self.clock
+        has_arrived = self.rank.network.end[reduction.number] <= self.rank.clock
         if has_arrived and place >= first_wait and reduction.group_end is reduction:
             self._decide_wait(reduction, place, stall=False)
         elif reduction.until == place:
-            reduction.expected = max(reduction.expected, self.clock)
+            reduction.expected = max(reduction.expected, self.rank.clock)
             self._hold(reduction, place)
         elif place < first_wait:
             self._check_at(first_wait, reduction)
 
     def _update(self, _: None, place: int) -> None:
         """Run the updates that can run here, including the ones that are released here."""
-        self.clock += self.updates.seconds(place)
+        self.rank.clock += self.updates.seconds(place)
 
     def _wait(self, first: ReductionInFlight, place: int) -> None:
         """Wait for the reductions with a wait here: `first`, which was started first, and the others."""
@@ -542,11 +537,11 @@ class _Simulation:
         waited_for: list[ReductionInFlight] = []
         while reductions:
             reduction = reductions[0]
-            end = self.network.arrival(reduction.number)
-            is_hidden = end > self.clock and self._is_worth_updating(end, reductions, place)
+            end = self.rank.network.arrival(reduction.number)
+            is_hidden = end > self.rank.clock and self._is_worth_updating(end, reductions, place)
             if is_hidden or reduction.load.second is not None:
                 self._update_together(waited_for, place)
-            self._receive(reduction, end, place)
+            self._receive(reduction, place)
             reduction.is_received = True
             reductions.popleft()
             self._finish_wait(reduction, waited_for, place)
@@ -557,13 +552,13 @@ class _Simulation:
         """Wait for the gathers that are needed here, in the order of their starts."""
         needed = [gather for gather in self.gathers_under_way if gather.load.use == place]
         for gather in needed:
-            self._receive(gather, self.network.arrival(gather.number), place)
+            self._receive(gather, place)
             self.gathers_under_way.remove(gather)
         self._check_seconds(place)
 
     def _wait_fixed(self, message: InFlight, place: int) -> None:
         """Wait for a message that no schedule places."""
-        self._receive(message, self.network.arrival(message.number), place)
+        self._receive(message, place)
         self._check_seconds(place)
 
     def _is_worth_updating(
@@ -584,7 +579,7 @@ class _Simulation:
         later = self.updates.runnable_after(members, place)
         seconds_of = self.problem.update_seconds
         earlier_seconds = seconds_of(earlier)
-        hidden = min(end - self.clock, earlier_seconds)
+        hidden = min(end - self.rank.clock, earlier_seconds)
         shared = earlier_seconds + seconds_of(later) - seconds_of([*earlier, *later])
         return hidden >= shared
 
@@ -595,25 +590,23 @@ class _Simulation:
 
         Raises: Rejected
         """
-        if self.clock + self.seconds_before[-1] - self.seconds_before[place] > self.most_seconds:
+        end = self.rank.clock + self.seconds_before[-1] - self.seconds_before[place]
+        if end > self.most_seconds:
             raise Rejected
         # These sums add the seconds of the link in another order than the simulation, so they are rounded differently.
         most = self.most_seconds * (1 + ROUNDING)
-        for name, link in self.network.links.items():
+        for name, link in self.rank.network.links.items():
             if self.least_of_link.get(name, 0.0) + link.idle > most:
                 raise Rejected
 
-    def _receive(self, in_flight: InFlight, end: float, place: int) -> None:
-        """Stall until a message arrives at `end`, and unpack it."""
-        if end > self.clock:
-            self.stalls.add(self.clock, end)
-            self.clock = end
-            # Reductions that arrived during the stall can be waited for at the next place.
+    def _receive(self, in_flight: InFlight, place: int) -> None:
+        """Wait for a message, and unpack it."""
+        if self.rank.wait(in_flight.number):
+            # Reductions that arrived while compute stood still can be waited for at the next place.
+            ends = self.rank.network.end
             for reduction in self.reductions_under_way:
-                if self.network.end[reduction.number] <= end and reduction.until > place:
+                if ends[reduction.number] <= ends[in_flight.number] and reduction.until > place:
                     self._check_at(place + 1, reduction)
-        self.clock += self.stalls.lost(self.network, in_flight.number, self.clock)
-        self.clock += in_flight.message.unpack
 
     def _finish_wait(
         self, reduction: ReductionInFlight, waited_for: list[ReductionInFlight], place: int
@@ -632,7 +625,7 @@ class _Simulation:
             return
         updates = self.updates.run(place)
         if updates:
-            self.clock += self.problem.update_seconds(updates)
+            self.rank.clock += self.problem.update_seconds(updates)
             for reduction in waited_for[:-1]:
                 reduction.with_next = True
         waited_for.clear()
@@ -642,13 +635,13 @@ class _Simulation:
         second = InFlight(message)
         self._send(second, place)
         for earlier, earlier_load in self.second_under_way.add((second, load), message.need):
-            self._receive(earlier, self.network.arrival(earlier.number), place)
+            self._receive(earlier, place)
             self.updates.complete(earlier_load.members)
         self._update(None, place)
 
     def _wait_second(self, _: None, place: int) -> None:
         """Wait for the second reduction that is needed here, and run the updates that can run."""
         for second, load in self.second_under_way.needed(place):
-            self._receive(second, self.network.arrival(second.number), place)
+            self._receive(second, place)
             self.updates.complete(load.members)
             self._update(None, place)
