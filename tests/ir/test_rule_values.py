@@ -49,9 +49,36 @@ ALONG = {
     aten.index_fill.int_Scalar: lambda x, d: (x, d, torch.tensor([1, 0]), 3.0),
     aten.index_add.default: lambda x, d: (x, d, torch.tensor([1, 0]), x.narrow(d, 0, 2)),
     aten.gather.default: lambda x, d: (x, d, torch.ones_like(x, dtype=torch.int64)),
+    aten.scatter_add.default: lambda x, d: (x, d, torch.ones_like(x, dtype=torch.int64), x),
+    **dict.fromkeys(
+        [aten._softmax_backward_data.default, aten._log_softmax_backward_data.default],
+        lambda x, d: (x, x, d, x.dtype),
+    ),
+    aten.slice_backward.default: lambda x, d: (x, sizes(x, d, x.shape[d] + 2), d, 1, x.shape[d] + 1, 1),
+    aten.select_backward.default: lambda x, d: (x.select(d, 0), sizes(x, d, 3), d, 1),
     aten.select_scatter.default: lambda x, d: (x, x.select(d, 0), d, 1),
     aten.slice_scatter.default: lambda x, d: (x, x.narrow(d, 0, 2), d, 1, 3),
 }  # fmt: skip
+
+
+def sizes(x: torch.Tensor, dim: int, rows: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = rows
+    return shape
+
+
+def labels(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).long() % 2
+
+
+def weights(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.flatten(0, -2)[0] if x.ndim > 1 else x, torch.ones(x.shape[-1], dtype=x.dtype)
+
+
+def layer_norm_backward(x: torch.Tensor) -> tuple:
+    _, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], None, None, 1e-5)
+    return x, x * 2, [x.shape[-1]], mean, rstd, *weights(x), [True] * 3
+
 
 # For all other operations: their arguments for a tensor.
 WHOLE = {
@@ -77,6 +104,13 @@ WHOLE = {
     aten.addmm.default: lambda x: (x[0], x.t().contiguous(), x) if x.ndim == 2 else None,
     aten.mv.default: lambda x: (x, x[0]) if x.ndim == 2 else None,
     aten.bmm.default: lambda x: (x, x.mT.contiguous()) if x.ndim == 3 else None,
+    aten.embedding.default: lambda x: (torch.rand(5, 4), labels(x)),
+    aten.embedding_dense_backward.default: lambda x: (torch.stack([x] * 4, -1), labels(x), 5, -1, False),
+    aten.native_layer_norm.default: lambda x: (x, [x.shape[-1]], *weights(x), 1e-5) if x.ndim else None,
+    aten.native_layer_norm_backward.default: lambda x: layer_norm_backward(x) if x.ndim else None,
+    aten.nll_loss_forward.default: lambda x: (x, labels(x[:, 0]), None, 2, -100) if x.ndim == 2 else None,
+    aten.nll_loss_backward.default:
+        lambda x: (x.sum(), x, labels(x[:, 0]), None, 2, -100, x.sum()) if x.ndim == 2 else None,
     aten.tril.default: lambda x: (x,) if x.ndim > 1 else None,
     aten.diagonal.default: lambda x: (x, 0, -1, -2) if x.ndim > 1 else None,
 }  # fmt: skip
@@ -84,7 +118,6 @@ WHOLE = {
 
 # The operations that are not in the table, so they run on whole values.
 WHOLE_VALUES = {
-    aten.cumsum.default,
     aten.cumprod.default,
     aten.logcumsumexp.default,
     aten.cummax.default,
@@ -93,17 +126,12 @@ WHOLE_VALUES = {
     aten.argsort.default,
     aten.topk.default,
     aten.kthvalue.default,
-    aten.argmax.default,
-    aten.argmin.default,
     aten.median.default,
     aten.median.dim,
     aten.mode.default,
     aten.prod.dim_int,
     aten.nansum.default,
     aten.count_nonzero.dim_IntList,
-    aten.logsumexp.default,
-    aten._softmax.default,
-    aten._log_softmax.default,
     aten.var.correction,
     aten.std.correction,
     aten.std.default,
@@ -114,7 +142,6 @@ WHOLE_VALUES = {
     aten.roll.default,
     aten.repeat.default,
     aten.tril.default,
-    aten.gather.default,
     aten.index_select.default,
     aten.index_fill.int_Scalar,
     aten.index_add.default,
@@ -180,7 +207,7 @@ def count_sharded(op: Any, args: tuple) -> int:
         values = [Var(f"v{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(inputs)]
         outs = [Var(f"o{k}", x.dtype, tuple(x.shape)) for k, x in enumerate(results)]
         eqn = Eqn(op, replaced(args, iter(values)), tuple(outs))
-        ins, out_placements = rule(eqn, placements, "dp", RANKS)
+        ins, out_placements = rule(eqn, placements, "dp", RANKS, contracts=True)
         assert not any(isinstance(how, Partial) for how in ins)
         eqn = eqn.replace(
             outs=tuple(

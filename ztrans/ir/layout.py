@@ -183,7 +183,7 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
 def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """The positions of the arguments that give the shape of the result."""
     names = [declared.name for declared in op._schema.arguments]
-    return tuple(k for k, name in enumerate(names) if name in ("size", "shape"))
+    return tuple(k for k, name in enumerate(names) if name in ("size", "shape", "input_sizes"))
 
 
 def _squeezed_dims(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:

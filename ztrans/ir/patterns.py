@@ -25,11 +25,14 @@ Letters = tuple[str, ...]  # of the dims of a value
 
 
 class Pattern(NamedTuple):
-    """The letters of arguments and results, and the operation that combines the terms of a result."""
+    """The letters of arguments and results, and the operation that combines the terms of a result.
+
+    With None, results without the letter are no terms: each part has its own, such as the seed of a kernel.
+    """
 
     ins: tuple[Letters, ...]
     outs: tuple[Letters, ...]
-    terms: str = "sum"
+    terms: str | None = "sum"
 
 
 def parse(text: str) -> Pattern:

@@ -1,13 +1,14 @@
-"""How an equation of the update runs on the shards of its arguments.
+"""How an equation runs on parts of its arguments: the update on shards, and a segment in tiles (see `analyses`).
 
-Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis. An operation
-has a pattern (see `patterns`), which may depend on its arguments:
+Parameters, their gradients and the state of their optimizers are cut along one dim over one mesh axis; the values of a
+segment are cut along one dim over time. An operation has a pattern (see `patterns`), which may depend on its arguments:
 
     elementwise     ... -> ...          add, sqrt, where, casts, fused optimizers
     views           a b -> b a          t, view, select: where a dim of the result runs over the same memory
     reductions      a b -> b            sum, mean, norm, amax, any
-    products        m _, _ n -> m n     mm, bmm, addmm, mv
+    products        m k, k n -> m n     mm, bmm, addmm, mv
     lists           _ b -> _ b          cat along the first dim; stack
+    rows            b _ -> b _          softmax along the last dim, layer norms, attention, reads by index, losses
 
 Linear operations also run on terms. Everything else runs on whole values. So an operation that is missing from this
 table costs messages, but never gives wrong numbers. A user's operator has the rule that the user registered with
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .collectives import rules
-from .graph import Eqn, Partial, Placement, Split
+from .graph import Eqn, Partial, Placement, Split, Var
 from .higher_order import functions
 from .layout import chunk, part
 from .nested import tensors_in
@@ -33,24 +34,28 @@ from .patterns import WHOLE, Pattern, along, letters_of, parse
 from .registered_rules import NoRule, registered_rule
 
 _ELEMENTWISE = parse("... -> ...")
-# A summand comes first. The terms of a product of matrices would be as large as the product, so none is cut along the
-# dim that it sums over.
+# A summand comes first. It would be added once in each term, so these products are not cut along the dim that they sum
+# over.
 _PRODUCTS: Mapping[str, Pattern] = {
     "addmm": parse("m n, m _, _ n -> m n"),
     "addmv": parse("m, m _, _ -> m"),
     "baddbmm": parse("b m n, b m _, b _ n -> b m n"),
-    "bmm": parse("b m _, b _ n -> b m n"),
+    "bmm": parse("b m k, b k n -> b m n"),
     "dot": parse("k, k ->"),
-    "mm": parse("m _, _ n -> m n"),
-    "mv": parse("m _, _ -> m"),
+    "mm": parse("m k, k n -> m n"),
+    "mv": parse("m k, k -> m"),
 }
-# Reductions, and the operation that combines their results on parts. Norms are combined by their order.
-_REDUCTIONS: Mapping[str, str] = {
+# Reductions, and the operation that combines their results on parts, if there is one. Norms are combined by their
+# order.
+_REDUCTIONS: Mapping[str, str | None] = {
     "all": "min",
     "amax": "max",
     "amin": "min",
     "any": "max",
+    "argmax": None,
+    "argmin": None,
     "linalg_vector_norm": "norm",
+    "logsumexp": None,
     "max": "max",
     "mean": "mean",
     "min": "min",
@@ -59,6 +64,27 @@ _REDUCTIONS: Mapping[str, str] = {
 # Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
 # under further conditions, in `_on_terms`.
 _ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
+# Operations along their argument `dim`, whose values have one shape, and those that need no more of the other dims.
+_ALONG_A_DIM = {
+    *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"),
+    *("cumsum", "scatter", "scatter_add", "slice_backward"),
+}
+# Normalizations of rows; `input` has the rows. Their weights are whole, and the gradients of these are terms.
+_NORMS = {
+    *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    *("native_layer_norm", "native_layer_norm_backward"),
+}
+_ATTENTION = {
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    *(
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    ),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+}
+_SUM = 2  # the reduction of a loss, as PyTorch numbers it
 
 
 class Rule(NamedTuple):
@@ -68,8 +94,14 @@ class Rule(NamedTuple):
     outs: Sequence[Placement]
 
 
-def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule:
+def rule(
+    eqn: Eqn, placements: Sequence[Placement], axis: str, size: int, contracts: bool = False
+) -> Rule:
     """The rule for an equation whose `ins` have these placements over a mesh axis of `size` ranks.
+
+    Args:
+        contracts: whether a product of matrices may be cut along the dim that it sums over. Its terms are as large as
+            the product, so ranks would send more than the parts of its arguments.
 
     Raises: NoRule for an operator of a user without a registered rule.
     """
@@ -87,7 +119,11 @@ def rule(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rul
         raise NoRule("an operator that calls other code")
     if eqn.op.namespace != "aten":
         return Rule(*registered_rule(eqn, placements, axis, size))
-    return _of_torch(eqn, placements, axis, size) or whole_values
+    found = _of_torch(eqn, placements, axis, size) or whole_values
+    is_contracted = op_facts(eqn.op).name in _PRODUCTS and any(
+        isinstance(p, Partial) for p in found.outs
+    )
+    return whole_values if is_contracted and eqn.out.shape and not contracts else found
 
 
 def _of_torch(eqn: Eqn, placements: Sequence[Placement], axis: str, size: int) -> Rule | None:
@@ -123,9 +159,8 @@ def _on_cuts(eqn: Eqn, pattern: Pattern, cuts: Sequence[Split | None], axis: str
 
     letter = max(elements, key=lambda letter: elements[letter])
     split = lambda dim: Split(axis, dim)
-    return Rule(
-        along(letter, ins, split, None), along(letter, outs, split, Partial(axis, pattern.terms))
-    )
+    term = Partial(axis, pattern.terms) if pattern.terms else None
+    return Rule(along(letter, ins, split, None), along(letter, outs, split, term))
 
 
 def pattern_of(eqn: Eqn, size: int) -> Pattern | None:
@@ -143,7 +178,7 @@ def pattern_of(eqn: Eqn, size: int) -> Pattern | None:
         return _reduction(eqn, size)
     if facts.name in ("stack", "cat"):
         return _list(eqn)
-    return _PRODUCTS.get(facts.name)
+    return _PRODUCTS.get(facts.name) or _of_rows(eqn)
 
 
 def _names(count: int) -> list[str]:
@@ -274,6 +309,120 @@ def _list(eqn: Eqn) -> Pattern:
     joined = (*before, WHOLE, *after)
     is_stack = op_facts(eqn.op).name == "stack"
     return Pattern((before + after if is_stack else joined,), (joined,))
+
+
+# ---- rows
+
+
+def _of_rows(eqn: Eqn) -> Pattern | None:
+    """The pattern of an operation that computes each row of its results from the same row of its arguments.
+
+    _softmax 1              a _ -> a _
+    select_backward 0       b -> _ b
+    native_layer_norm       a b _, _, _ -> a b _, a b _, a b _
+    attention               b h _ _, b h _ _, b h _ _ -> b h _ _, b h _
+    embedding               _ d, a b -> a b d
+    gather 1                a _, a b -> a b
+    """
+    name = op_facts(eqn.op).name
+    arguments = _arguments(eqn)
+    if name in _ALONG_A_DIM:
+        return _along_a_dim(eqn, arguments["dim"])
+    if name == "gather":
+        rows = tuple(_names(len(eqn.out.shape)))
+        dim = arguments["dim"] % max(1, len(rows))
+        alike = [n == m for n, m in zip(eqn.ins[0].shape, eqn.ins[1].shape)]
+        source = (k if d != dim and alike[d] else WHOLE for d, k in enumerate(rows))
+        if len(alike) != len(rows) or not all(same or d == dim for d, same in enumerate(alike)):
+            return None
+        return Pattern((tuple(source), rows), (rows,))
+    if name in _NORMS:
+        return _norm(eqn, len(arguments["normalized_shape"]))
+    if name in _ATTENTION:
+        return _attention(eqn)
+    if name.startswith(("nll_loss_", "nll_loss2d_")):
+        return _nll_loss(eqn)
+    if name == "embedding":
+        rows = tuple(_names(len(eqn.ins[1].shape)))
+        return Pattern(((WHOLE, "row"), rows), ((*rows, "row"),))
+    if name == "embedding_dense_backward":
+        rows = tuple(_names(len(eqn.ins[1].shape)))
+        # Gradients that are scaled by frequency depend on all indices.
+        scales = arguments.get("scale_grad_by_freq", False)
+        return None if scales else Pattern(((*rows, "row"), rows), ((WHOLE, "row"),))
+    if name == "select_backward":
+        names = _names(len(eqn.out.shape))
+        dim = arguments["dim"] % len(names)
+        rest = (*names[:dim], *names[dim + 1 :])
+        return Pattern((rest,), ((*names[:dim], WHOLE, *names[dim + 1 :]),))
+    return None
+
+
+def _along_a_dim(eqn: Eqn, dim: int) -> Pattern | None:
+    """All values have one shape, except along `dim`."""
+    shape = eqn.out.shape
+    if not shape:
+        return None
+    dim %= len(shape)
+    rest = lambda v: (*v.shape[:dim], *v.shape[dim + 1 :])
+    if any(rest(v) != rest(eqn.out) or len(v.shape) != len(shape) for v in eqn.ins):
+        return None
+    names = _names(len(shape))
+    names[dim] = WHOLE
+    return Pattern((tuple(names),), (tuple(names),))
+
+
+def _norm(eqn: Eqn, normalized: int) -> Pattern:
+    """A norm over the last dims: each row of `input` has its own statistics.
+
+    Only the first dim of several rows is cut: on CPUs PyTorch's backward reads statistics as if they were contiguous.
+    """
+    arguments = _arguments(eqn)
+    shape = arguments["input"].shape
+    weights = [arguments.get("weight"), arguments.get("bias")]
+    names = [WHOLE] * (len(shape) - normalized)
+    first = next((dim for dim in range(len(names)) if shape[dim] > 1), None)
+    if first is not None:
+        names[first] = "row"
+
+    def letters(v: Var | None) -> tuple[str, ...]:
+        if v is None or v in weights:
+            return ()
+        return (*names, *(WHOLE for _ in v.shape[len(names) :]))
+
+    whole = lambda v: (WHOLE,) * len(v.shape)
+    ins = tuple(whole(v) if v in weights else letters(v) for v in eqn.ins)
+    if op_facts(eqn.op).name.endswith("_backward"):
+        gradients_of_weights = tuple(() if v is None else whole(v) for v in eqn.outs[1:])
+        return Pattern(ins, (letters(eqn.outs[0]), *gradients_of_weights))
+    return Pattern(ins, tuple(map(letters, eqn.outs)))
+
+
+def _attention(eqn: Eqn) -> Pattern | None:
+    """Attention of each sequence and head by itself. The seeds of a dropout belong to no sequence."""
+    if op_facts(eqn.op).name.endswith("_backward") and len(eqn.results) > 3:
+        return None  # the fourth gradient is that of a bias, which may be broadcast
+
+    def letters(v: Var | None) -> tuple[str, ...]:
+        if v is None:
+            return ()
+        dims = len(v.shape)
+        return ("b", "h", WHOLE, WHOLE)[:dims] if dims > 2 else (WHOLE,) * dims
+
+    return Pattern(tuple(map(letters, eqn.ins)), tuple(map(letters, eqn.outs)), None)
+
+
+def _nll_loss(eqn: Eqn) -> Pattern | None:
+    """The sum of the losses of all samples. A mean is no term: backward reads the weight of all samples."""
+    arguments = _arguments(eqn)
+    logits, target = arguments["self"], arguments["target"]
+    if arguments["reduction"] != _SUM or len(logits.shape) == 1:
+        return None
+    names = {logits: ("n", WHOLE, "a", "b"), target: ("n", "a", "b")}
+    letters = lambda v: names.get(v, (WHOLE,) * 4)[: len(v.shape)]
+    is_backward = op_facts(eqn.op).name.endswith("_backward")
+    outs = (letters(logits),) if is_backward else ((),) * len(eqn.outs)
+    return Pattern(tuple(map(letters, eqn.ins)), outs)
 
 
 # ---- terms
