@@ -210,6 +210,7 @@ def _fixed_places(s: Skeleton, floating: set[Eqn]) -> tuple[dict[Var, int], dict
     for collective, use in zip(s.gathers, s.use):
         place_after = min(use + 1, len(s.ops))
         exists_at[collective.value] = place_after
-        for v in collective.start.ins:
-            last_read[root[v]] = max(last_read.get(root[v], 0), place_after)
+        for e in (collective.start, *(collective.arrival or ())):
+            for v in e.ins:
+                last_read[root[v]] = max(last_read.get(root[v], 0), place_after)
     return exists_at, last_read

@@ -7,14 +7,16 @@ The skeleton has the places between which a collective may start and be waited f
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import bucket_key, is_small, rules
-from ..ir.copies import is_copy
+from ..ir.copies import is_copy, other_memory
 from ..ir.dependencies import grouped
 from ..ir.graph import Eqn, Graph, Region, Var, producers
+from ..ir.layout import bytes_on_first_rank
 from ..ir.op_facts import is_matmul
 from ..ir.rules import Sizes
 from ..rewrites.update_groups import group_updates, may_change_places
@@ -155,7 +157,8 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
     for i, collective in enumerate(s.gathers):
         start = collective.start
         use, last = s.spans[i]
-        sources = [makers[v] for v in start.ins if v in makers]
+        first = collective.arrival[0] if collective.arrival else start
+        sources = [makers[v] for v in first.ins if v in makers]
         release = _release(s, sources, use)
         repeats = s.repeats[i]
         if repeats is not None:
@@ -190,9 +193,28 @@ def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather
         bytes=rules(start).received_bytes(start, 0, sizes),
         use=use,
         last=last,
+        arriving=bytes_on_first_rank(start.ins[0], sizes) if collective.arrival else 0,
         small=is_small(start, 0, sizes),
         name=collective.name,
     )
+
+
+def with_arrivals(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
+    """The problem whose gathers start where their shards can have arrived from the host, one copy after the other.
+
+    A bound must not know these places: compute may reach them later, with more shards on the device.
+    """
+    arrived_at = 0.0
+    gathers = list(problem.gathers)
+    for i, collective in enumerate(s.gathers):
+        if collective.arrival is None:
+            continue
+        copy = collective.arrival[0]
+        arrived_at += sum(cluster.tiers[other_memory(copy)].copy_seconds(gathers[i].arriving))
+        place = bisect_left(problem.clock, arrived_at)
+        release = min(max(gathers[i].release, place), gathers[i].use)
+        gathers[i] = gathers[i]._replace(release=release)
+    return dataclasses.replace(problem, gathers=tuple(gathers))
 
 
 def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:

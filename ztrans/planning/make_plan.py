@@ -22,7 +22,7 @@ from .cluster import Cluster, Device
 from .cost import memory
 from .durations import notes_on_unknown_costs
 from .early_updates import with_early_updates
-from .formulate import formulate
+from .formulate import formulate, with_arrivals
 from .levers import lever_notes, pulled_levers
 from .limit import DoesNotFit, does_not_fit
 from .plan import WRITTEN, Plan
@@ -181,10 +181,10 @@ def problem_within(s: Skeleton, cluster: Cluster, budget: int) -> tuple[Problem,
     program of its schedule may still fit.
     """
     update = s.asked_update
-    problem = formulate(s, cluster, budget)
+    problem = with_arrivals(formulate(s, cluster, budget), s, cluster)
     least = least_memory(problem)
     if update == "eager" and least > budget:
-        at_end = formulate(s, cluster, budget, "last")
+        at_end = with_arrivals(formulate(s, cluster, budget, "last"), s, cluster)
         least_at_end = least_memory(at_end)
         if least_at_end < least:
             return dataclasses.replace(at_end, memory=max(budget, least_at_end)), "last"

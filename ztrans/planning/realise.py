@@ -149,4 +149,5 @@ def _eqns_of(event: Event, s: Skeleton, groups: Sequence[EagerGroup]) -> list[Eq
         pairs = [(member.start, member.wait) for member in members]
     if event.kind in (Kind.WAIT_GATHER, Kind.WAIT_REDUCTION, Kind.WAIT_SECOND):
         return [wait for _, wait in pairs]
-    return [coalesce([start for start, _ in pairs])]
+    arrivals = [member.arrival for member in members if member.arrival is not None]
+    return [*chain.from_iterable(arrivals), coalesce([start for start, _ in pairs])]

@@ -4,7 +4,8 @@ Transforms that schedule only write hints on equations. Planning follows all hin
 transforms does not matter. `hoist` moves equations with the hint `birth` right after the last of their inputs.
 `skeleton` then takes the planned collectives out; the remaining equations are the operations, and keep their order. A
 gather must start before the first operation that reads its value, and a reduction after the operation that computes its
-gradient. With eager updates, equations of the update leave their places too (see `eager_updates`).
+gradient. With eager updates, equations of the update leave their places too (see `eager_updates`). The copy that brings
+the shard of a gather to the device belongs to the gather, and stands right before it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from ..ir.axes import neighbour_count
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.collectives import bucket_key, is_start, role
+from ..ir.collectives import bucket_key, is_start, role, rules
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import Liveness, liveness
@@ -53,6 +54,7 @@ class Collective:
     start: Eqn
     wait: Eqn
     second: tuple[Eqn, Eqn] | None = None  # start and wait of a reduction of its result
+    arrival: tuple[Eqn, Eqn] | None = None  # start and wait of the copy of what a gather sends
 
     @property
     def value(self) -> Var:
@@ -69,7 +71,7 @@ class Collective:
 
     @property
     def eqns(self) -> tuple[Eqn, ...]:
-        return (self.start, self.wait, *(self.second or ()))
+        return (*(self.arrival or ()), self.start, self.wait, *(self.second or ()))
 
 
 class Span(NamedTuple):
@@ -214,7 +216,7 @@ def skeleton(graph: Graph, lever_options: tuple[str, ...] = ()) -> Skeleton:
     graph = hoist(graph)
     readers = users(graph)
     makers = producers(graph.eqns)
-    collectives = _collectives(graph, makers)
+    collectives = _collectives(graph, makers, readers)
     planned_eqns = set(chain.from_iterable(collective.eqns for collective in collectives))
     ops = tuple(e for e in graph.eqns if e not in planned_eqns)
     places = {e: k for k, e in enumerate(ops)}
@@ -267,15 +269,19 @@ def _last_wait(graph: Graph, planned_eqns: Set[Eqn], end: int) -> int:
     return sum(e not in planned_eqns for e in before_writes)
 
 
-def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
+def _collectives(
+    graph: Graph, makers: Mapping[Var, Eqn], readers: Mapping[Var, Sequence[Eqn]]
+) -> list[Collective]:
     """The collectives that a plan places, in order.
 
     The result of a reduction may be reduced again, over the replicated axis: that reduction follows the first one. A
-    hinted gather of such a result cannot move, and stays where it is.
+    hinted gather of such a result cannot move, and stays where it is. A leaf on the host is copied to be gathered.
     """
     pairs = pair(graph)
     first_of_pairs = []
     second: dict[Eqn, tuple[Eqn, Eqn]] = {}  # by the wait for the first one
+    arrival: dict[Eqn, tuple[Eqn, Eqn]] = {}  # by the gather of what is copied
+    leaves = set(graph.inputs)
     for e, started in pairs.starts.items():
         if e.hint is None:
             continue
@@ -285,4 +291,11 @@ def _collectives(graph: Graph, makers: Mapping[Var, Eqn]) -> list[Collective]:
             first_of_pairs.append((e, wait))
         elif e.hint == "reduce":
             second[maker] = e, wait
-    return [Collective(start, wait, second.get(wait)) for start, wait in first_of_pairs]
+        if e.hint == "gather" and maker is not None and rules(maker).copies:
+            copy = makers[maker.ins[0]]
+            if copy.ins[0] in leaves and readers[e.ins[0]] == [e]:
+                arrival[e] = copy, maker
+    return [
+        Collective(start, wait, second.get(wait), arrival.get(start))
+        for start, wait in first_of_pairs
+    ]

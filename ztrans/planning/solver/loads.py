@@ -168,7 +168,7 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
         release=release,
         bytes=size,
         size=size + part,
-        extra_at_start=packed,
+        extra_at_start=packed + sum(g.arriving for g in gathers),
         message=message,
         seconds_alone=message.alone,
         rises=rises([*early, *gather_buffers(problem, gathers, use, use)]),
@@ -284,6 +284,7 @@ class Loads:
         """
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
+        buffers += (Buffer(g.arriving, 2 * g.use, 2 * g.use) for g in problem.values)
         for r, wait in zip(problem.reductions, waits):
             buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
         if self.second_bytes:

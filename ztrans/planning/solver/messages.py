@@ -117,8 +117,11 @@ def gather_buffers(
     """The buffers of a bucket of gathers from its start to its wait, without the values.
 
     The buffer that small members share is live where the bucket starts and where it is waited for. In between, only
-    this rank's part of it is live.
+    this rank's part of it is live. What was copied to the device to be sent is live where the bucket starts.
     """
+    arriving = sum(member.arriving for member in members)
+    if arriving:
+        yield Buffer(arriving, 2 * start, 2 * start)
     packed = packed_values(members)
     part = packed // problem.wires[members[0].key].ranks
     if packed:

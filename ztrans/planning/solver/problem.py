@@ -101,6 +101,7 @@ class Gather(NamedTuple):
         use, last: the first and the last operation that uses the value.
         release: the earliest place at which it may start.
         repeats: the earlier gather of the same value, if that value may be kept.
+        arriving: the bytes that are copied to the device to be sent, and are live where it starts.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
     """
@@ -112,6 +113,7 @@ class Gather(NamedTuple):
     last: int
     release: int = 0
     repeats: int | None = None
+    arriving: int = 0
     small: bool = False
     name: str = ""
 
