@@ -104,13 +104,28 @@ def test_micro_batches_have_the_same_bits():
 
 
 def test_a_leaf_comes_in_once_for_each_region_and_leaves_once():
-    low = zt.Step.of(EVERYTHING(layers_step)).lower(layers_state(), X)
-    found = copies(low.graph)
+    low = EVERYTHING(layers_step).lower(layers_state(), X)
+    found = copies(dict(low.history)["offload"])
     assert set(found.values()) == {1}
     regions = {region for op, region, path in found if path == "params.w1" and op == "to_device"}
     assert {"forward", "backward"} <= regions
     assert found["to_host", "update", "params.w1"] == 1
     assert [region for op, region, path in found if path == "m.w1"] == ["update", "update"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_leaf_that_is_still_there_is_not_copied_again(ranks):
+    """An update that follows backward finds the parameter that backward has brought, if the limit has room."""
+    shard = zt.shard_params(zt.AbstractMesh(dp=ranks))
+    limit = 1 << 20
+    schedules = (zt.overlap_grads(bucket=0), zt.prefetch(memory=limit))
+    low = zt.chain(shard, EVERYTHING, *schedules)(layers_step).lower(layers_state(8), X)
+    before, after = copies(dict(low.history)["plan"]), copies(low.graph)
+    brought = [("to_device", "update", f"params.w{k}") for k in range(8)]
+    assert [before[copy] for copy in brought] == [1] * 8
+    assert sum(after[copy] for copy in brought) < 4
+    assert after["to_device", "update", "m.w4"] == 1
+    assert low.memory_analysis().peak <= limit
 
 
 def test_no_cast_of_a_leaf_waits_for_backward():
@@ -166,7 +181,7 @@ def test_a_leaf_that_two_forwards_read_comes_in_for_each():
 
     state = {"w": torch.ones(4, 4)}
     low = EVERYTHING(step).lower(state, torch.ones(4, 4))
-    assert copies(low.graph)["to_device", "forward", "w"] == 2
+    assert copies(dict(low.history)["offload"])["to_device", "forward", "w"] == 2
     moved = EVERYTHING(step)
     assert same(
         moved(moved.shard(state), torch.ones(4, 4)),

@@ -40,11 +40,14 @@ from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
 from .cost import memory
 from .durations import equation_seconds, messages
+from .kept_arrivals import keep_arrivals
 from .limit import more_ranks
 from .play import play
+from .simulate import simulate
 
 # Bytes of leaves that are copied as one set: with fewer, launches cost more than copies gain by an earlier start.
 _SET_BYTES = 64 << 20
+_SHARES_OF_STAYS = (0.25, 0.5, 1.0)  # of the room that other values leave
 _TRIALS = 4  # each with less memory, because a value cannot be overwritten while it is copied
 
 # The order of the equations at one index: the ones that move there, around the one that was there before.
@@ -71,16 +74,50 @@ class _Position(NamedTuple):
 def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     """The program with its copies placed; other equations keep their order.
 
-    The peak of memory does not rise. If values of forward may wait on the host, it may rise up to the limit.
+    The peak of memory does not rise. If a transform names a limit, it may rise up to that. Values that stay on the
+    device save copies and take the room in which other copies start early, and copies that go on after the step delay
+    those of the next one. So there are several placements, and the fastest is taken.
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
-    allowed, graph = _in_sets(graph)
+    graph = copied_when_needed(graph)
+    allowed = memory(graph).peak
+    limit = graph.hints.memory_limit
+    if limit is not None and (graph.hints.offload or graph.hints.limit_option):
+        allowed = max(allowed, limit)
+
+    room = allowed - np.array(_live_on_device(graph), dtype=np.int64)
+    programs = [graph]
+    for share in _SHARES_OF_STAYS:
+        program = keep_arrivals(graph, (share * room).astype(np.int64))
+        if len(program.eqns) < len(programs[-1].eqns):
+            programs.append(program)
+    carries = graph.hints.carry_copies
+    placed = [
+        _placed(_in_sets(program, allowed), cluster, allowed, carries) for program in programs
+    ]
+    best = _fastest(placed, cluster)
+    if not best.carried_futures:
+        return best
+    program = programs[placed.index(best)]
+    within_step = _placed(_in_sets(program, allowed), cluster, allowed, carries=False)
+    return _fastest([best, within_step], cluster)
+
+
+def _fastest(programs: Sequence[Graph], cluster: Cluster) -> Graph:
+    """The first of the fastest programs."""
+    if len(programs) == 1:
+        return programs[0]
+    return min(programs, key=lambda program: simulate(program, cluster).seconds)
+
+
+def _placed(graph: Graph, cluster: Cluster, allowed: int, carries: bool) -> Graph:
+    """The program with its copies placed, with at most `allowed` bytes live; `carries` lets some go on after it."""
     # `_Placing` counts the bytes of the whole program, but programs of micro-batches may run instead, with more bytes
     # live: in the last one, the sums of gradients are live throughout. So the difference of the peaks is subtracted.
     may_use = max(_live_on_device(graph)) + allowed - memory(graph).peak
     for _ in range(_TRIALS):
-        placed = _Placing(graph, cluster, may_use).run()
+        placed = _Placing(graph, cluster, may_use, carries).run()
         excess = memory(placed).peak - allowed
         if excess <= 0:
             return placed
@@ -88,14 +125,10 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     return graph
 
 
-def _in_sets(graph: Graph) -> tuple[int, Graph]:
-    """The bytes that may be live, and the program with leaves copied in sets, or one by one if sets need more."""
-    one_by_one = copied_when_needed(graph)
-    allowed = memory(one_by_one).peak
-    if graph.hints.offload and graph.hints.memory_limit is not None:
-        allowed = max(allowed, graph.hints.memory_limit)
+def _in_sets(graph: Graph, allowed: int) -> Graph:
+    """The program with leaves copied in sets, or one by one if sets need more bytes than are allowed."""
     in_sets = copied_when_needed(graph, _SET_BYTES)
-    return allowed, in_sets if memory(in_sets).peak <= allowed else one_by_one
+    return in_sets if memory(in_sets).peak <= allowed else copied_when_needed(graph)
 
 
 class HostIsFull(ValueError):
@@ -257,7 +290,7 @@ class _Placing:
         arrives: for the leaf of each carried copy, the place of the next step at which the copy has ended.
     """
 
-    def __init__(self, graph: Graph, cluster: Cluster, limit: int) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, limit: int, carries: bool) -> None:
         self.graph = graph
         self.cluster = cluster
         self.limit = limit
@@ -272,7 +305,7 @@ class _Placing:
         self.time = play(equation_seconds(graph, cluster), collectives).start
         self.live = np.array(_live_on_device(graph), dtype=np.int64)
         self.before_updates, self.after_updates = _around_updates(graph)
-        self.carriable = carriable_copies(graph) if graph.hints.carry_copies else {}
+        self.carriable = carriable_copies(graph) if carries else {}
         self.carried: dict[Eqn, Var] = {}
         self.arrives: dict[Var, int] = {}
 
