@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.traced import trace
 from ztrans.analyses.narrow_points import Stretch, classes, stretches
+from ztrans.ir.dependencies import depending
 from ztrans.ir.graph import Graph
+from ztrans.ir.marks import GRADIENT
 
 WIDTH, LAYERS = 8, 3
 
@@ -86,16 +88,27 @@ def test_the_gradient_of_a_shared_weight_passes_and_does_not_count():
 
 
 @pytest.mark.parametrize("region", ["forward", "backward"])
-def test_the_stretches_have_all_equations_that_depend_on_the_batch(region):
+def test_the_stretches_have_all_equations_that_depend_on_the_batch_and_the_state(region):
     graph = program()
-    parts = stretches(graph, region)
-    eqns = [e for part in parts for e in part.eqns]
-    in_order = [e for e in graph.eqns if e in set(eqns)]
-    assert eqns == in_order
-    # Those that are missing are the casts and views of weights.
+    eqns = [e for part in stretches(graph, region) for e in part.eqns]
+    assert len(eqns) == len(set(eqns))
+    bound = {v for e in graph.eqns if e not in set(eqns) for v in e.results} | {*graph.inputs}
+    for e in eqns:  # in an executable order
+        assert bound.issuperset(e.ins)
+        bound.update(e.results)
+    # The others make casts and views of weights, the mask and the labels, and mark gradients.
+    state, batch = depending(graph.eqns, graph.state), depending(graph.eqns, graph.batch)
     for e in set(graph.eqns) - set(eqns):
-        if e.region == region:
-            assert len(e.ins) <= 1 and e.results[0].numel <= 32 * WIDTH
+        assert e.region != region or e.op is GRADIENT or e.out not in state or e.out not in batch
+
+
+def test_the_cast_of_a_gradient_is_where_the_gradient_is():
+    graph = program()
+    first, *_, last = stretches(graph, "backward")
+    casts = lambda part: [
+        e for e in part.eqns if e.out.dtype is torch.float32 and e.out.shape == (32, WIDTH)
+    ]
+    assert len(casts(first)) == len(casts(last)) == 1
 
 
 def test_a_chain_of_layers_without_residuals_has_a_point_behind_each():

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.dependencies import depending, grouped
-from ..ir.graph import Eqn, Graph, Region, Var, users, variables
+from ..ir.graph import Eqn, Graph, Region, Var, producers, users, variables
 from ..ir.liveness import liveness
 from ..ir.marks import GRADIENT
 from ..ir.structure import structures
@@ -34,7 +34,7 @@ LARGEST_SHARE = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """The equations of a region between two narrow points that depend on the batch, in order.
+    """The equations of a region between two narrow points that depend on the batch and on the state, in order.
 
     Attributes:
         region: "forward" or "backward".
@@ -72,16 +72,19 @@ class Stretch:
 
 @cached_on_graph
 def stretches(graph: Graph, region: Region) -> tuple[Stretch, ...]:
-    """The stretches of a region of a program as it was traced, in order; together they have all of its equations that
-    depend on the batch.
+    """The stretches of a region of a program as it was traced, in order.
 
-    Each reads a leaf of the state, or computes the gradient of one that the region does not read, such as an embedding.
+    They have the equations that depend on the batch and on the state. Each stretch reads a leaf, or computes the
+    gradient of one that the region does not read, such as an embedding. A cast of a gradient is in the stretch of that
+    gradient, right behind it, wherever autograd has put it.
     """
     from_batch = varying(graph, ("batch",))
-    eqns = [e for e in graph.eqns if e.region == region and any(v in from_batch for v in e.results)]
-    gradients = _gradients_of_one_leaf(graph)
     from_state = depending(graph.eqns, graph.state)
-    counted = {v for v in from_batch if v in from_state and v not in gradients}
+    counted = {v for v in from_batch if v in from_state}
+    eqns = [e for e in graph.eqns if e.region == region and any(v in counted for v in e.results)]
+    gradients = _gradients_of_one_leaf(graph)
+    eqns = _at_birth(eqns, gradients)
+    counted.difference_update(gradients)
     users_of_leaves = _users_of_leaves(graph, eqns, from_batch, gradients)
     points = _narrow_points(users_of_leaves, _passing(graph, eqns, counted))
 
@@ -107,19 +110,20 @@ def _structure(graph: Graph, part: Stretch) -> Hashable:
 @dataclass(frozen=True)
 class _Passing:
     """What passes a place, before equation `place` of the region: all bytes, and the value that has nearly all of them,
-    if there is one.
+    if there is one, with the owner of its storage.
     """
 
     place: int
     total: int
-    value: Var | None
+    value: Var | None = None
+    owner: Var | None = None
 
 
 def _narrow_points(users_of_leaves: Set[int], passing: Sequence[_Passing]) -> list[_Passing]:
     """The narrow points of a region.
 
-    Between two equations that use leaves, the point is the last place at which the fewest bytes pass: behind an
-    activation function, and behind a cast to bf16.
+    Between two equations that use leaves, the point is where the fewest bytes pass, and behind the last equation that
+    computes so few: behind an activation function or a cast to bf16, before views.
 
     Args:
         users_of_leaves: the positions of the equations that use leaves.
@@ -134,7 +138,11 @@ def _narrow_points(users_of_leaves: Set[int], passing: Sequence[_Passing]) -> li
                 points.append(narrowest)
             narrowest = None
             uses_leaf = True
-        if uses_leaf and here.value and (narrowest is None or here.total <= narrowest.total):
+        if not uses_leaf or here.value is None:
+            continue
+        if narrowest is not None and here.total > narrowest.total:
+            continue
+        if narrowest is None or here.total < narrowest.total or here.owner is not narrowest.owner:
             narrowest = here
     return points
 
@@ -152,11 +160,12 @@ def _passing(graph: Graph, eqns: Sequence[Eqn], counted: Set[Var]) -> list[_Pass
     for k, e in enumerate(eqns):
         live.update((root[v], v) for v in e.results if v in made and root[v] in made)
         live = {owner: v for owner, v in live.items() if last_read.get(owner, -1) > k}
-        sizes = {v: owner.numel * owner.dtype.itemsize for owner, v in live.items()}
-        total = sum(sizes.values())
+        sizes = {owner: owner.numel * owner.dtype.itemsize for owner in live}
+        here = _Passing(k + 1, sum(sizes.values()))
         largest = max(sizes, key=sizes.__getitem__, default=None)
-        is_narrow = largest is not None and sizes[largest] >= LARGEST_SHARE * total
-        passing.append(_Passing(k + 1, total, largest if is_narrow else None))
+        if largest is not None and sizes[largest] >= LARGEST_SHARE * here.total:
+            here = replace(here, value=live[largest], owner=largest)
+        passing.append(here)
     return passing
 
 
@@ -181,18 +190,15 @@ def _users_of_leaves(
 
 
 def _gradients_of_one_leaf(graph: Graph) -> dict[Var, Var]:
-    """The values with the shape of a leaf, or of its transpose, that only the gradient of this leaf depends on.
-
-    They are on their way to the update: autograd casts the gradients of weights that were cast before forward only at
-    the end of backward.
-    """
+    """The values with the shape of a leaf, or of its transpose, that only the gradient of this leaf depends on."""
     leaf_of: dict[Var, Var | None] = {}  # None if the gradients of several leaves depend on a value
     for e in reversed(graph.eqns):
-        if e.region == "update" and e.op is not GRADIENT:
-            continue
-        leaves = {leaf_of[v] for v in e.results if v in leaf_of}
         if e.op is GRADIENT:
             leaves = {e.args[1]}
+        elif e.region == "update":
+            continue
+        else:
+            leaves = {leaf_of[v] for v in e.results if v in leaf_of}
         if not leaves:
             continue
         leaf = leaves.pop() if len(leaves) == 1 else None
@@ -203,3 +209,27 @@ def _gradients_of_one_leaf(graph: Graph) -> dict[Var, Var]:
         if leaf is not None and v.shape in (leaf.shape, leaf.shape[::-1]):
             gradients[v] = leaf
     return gradients
+
+
+def _at_birth(eqns: Sequence[Eqn], gradients: Container[Var]) -> list[Eqn]:
+    """The equations with those that read only gradients of leaves right behind what they read.
+
+    Autograd casts the gradients of weights that were cast before forward only at the end of backward.
+    """
+    makers = producers(eqns)
+    position = {e: k for k, e in enumerate(eqns)}
+    behind: dict[Eqn, list[Eqn]] = {}
+    order: list[Eqn] = []
+    for e in eqns:
+        if e.ins and all(v in gradients and v in makers for v in e.ins):
+            last = max((makers[v] for v in e.ins), key=position.__getitem__)
+            behind.setdefault(last, []).append(e)
+        else:
+            order.append(e)
+    moved: list[Eqn] = []
+    stack = order[::-1]
+    while stack:
+        e = stack.pop()
+        moved.append(e)
+        stack += reversed(behind.get(e, ()))
+    return moved

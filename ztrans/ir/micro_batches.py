@@ -27,9 +27,9 @@ import torch
 
 from .collectives import rules
 from .donation import is_constant
-from .graph import Eqn, Graph, Var, dce, producers, rename
+from .graph import Eqn, Graph, Var, dce, producers, rename, variables
 from .liveness import liveness
-from .marks import ACCUMULATE, JOIN, KEEP
+from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PVARY
 from .op_facts import is_random
 
 aten = torch.ops.aten
@@ -44,7 +44,9 @@ def changing(graph: Graph) -> set[Var]:
     while True:
         for e in graph.eqns:
             is_mark = rules(e).over_all_micro_batches
-            reads_changing = not is_mark and any(v in changing_values for v in e.ins)
+            # Their second argument says only what the first one belongs to.
+            read = variables(e.args[:1]) if e.op in (GRADIENT, PVARY) else e.ins
+            reads_changing = not is_mark and any(v in changing_values for v in read)
             if reads_changing or _draws_before_the_update(e):
                 changing_values.update(e.results)
         # The next micro-batch reads the changed leaves, so what depends on them changes too: search again.

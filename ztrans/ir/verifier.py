@@ -148,10 +148,11 @@ def _check_carried(graph: Graph) -> None:
             raise ProgramError(f"the step before has started {old}, and this one starts {new}")
 
 
-def check_interface(before: Graph, after: Graph) -> None:
+def check_interface(before: Graph, after: Graph, micro: int = 1) -> None:
     """Verify that a rewritten program has the same inputs and outputs as before; layouts may differ.
 
-    It may have more outputs after the old ones, with their names in `Graph.added`.
+    It may have more outputs after the old ones, with their names in `Graph.added`. If `before` is the program of one of
+    `micro` micro-batches, `after` may have the rows of all of them in its inputs.
 
     Raises: ProgramError that names the input, or gives the number of outputs.
     """
@@ -162,7 +163,10 @@ def check_interface(before: Graph, after: Graph) -> None:
             f"there are {len(after.inputs)} inputs, and there were {len(before.inputs)}"
         )
     for old, new in zip(before.inputs, after.inputs):
-        if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
+        shape = old.shape
+        if after.micro < micro and old in before.batch and shape:
+            shape = (shape[0] * micro, *shape[1:])
+        if (old.name, old.dtype, shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
 
     # New outputs come last, so that the users of earlier transforms find their outputs in the same place.

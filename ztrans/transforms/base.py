@@ -199,7 +199,7 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
         )
     try:
         check(new)
-        check_interface(graph, new)
+        check_interface(graph, new, transform.micro_batches)
     except ProgramError as error:
         raise ProgramError(
             f"{transform!r} made a program that is not well formed: {error}.\n"
