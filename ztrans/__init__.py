@@ -28,6 +28,7 @@ from .transforms.delay_weight_grads import delay_weight_grads
 from .transforms.fuse_cast_gather import fuse_cast_gather
 from .transforms.offload import offload
 from .transforms.overlap_grads import overlap_grads
+from .transforms.owned_updates import owned_updates
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
@@ -39,8 +40,9 @@ __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
-    "ops", "overlap_grads", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat", "request_stop", "save",
-    "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights", "testing", "write_back",
+    "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat",
+    "request_stop", "save", "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights",
+    "testing", "write_back",
 ]  # fmt: skip
 
 

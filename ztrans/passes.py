@@ -16,6 +16,7 @@ from .planning.place_copies import place_copies
 from .planning.plan import Plan
 from .planning.recompute.plan_recomputation import values_on_host
 from .planning.skeleton import THE_START
+from .planning.start_exchanges import start_exchanges
 from .rewrites.across_steps import carry_first_gathers
 from .rewrites.erase import erase_marks, erase_trivial
 from .rewrites.keep_gathers import keep_gathers
@@ -48,6 +49,7 @@ def passes_after_plan(plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
     """The passes after the plan has put the equations in order."""
     return (
         ("carry_first_gathers", lambda graph: _with_carried_gathers(graph, plan)),
+        ("start_exchanges", start_exchanges),
         ("place_copies", lambda graph: place_copies(graph, cluster)),
     )
 

@@ -116,7 +116,41 @@ def adamw(state: dict, grads: dict, lr=3e-4, b1=0.9, b2=0.95, eps=1e-8, decay=0.
     return {"params": params, "m": m, "v": v, "step": step}
 
 
-def make_step(config: Config, mesh: DeviceMesh, clips: bool = True) -> Callable:
+def momentum(state: dict, grads: dict, lr=3e-4, decay=0.9) -> tuple[dict, dict]:
+    """SGD with momentum: the new parameters and moments."""
+    m = {k: decay * m + grads[k] for k, m in state["m"].items()}
+    return {k: p - lr * m[k] for k, p in state["params"].items()}, m
+
+
+def sgd(state: dict, grads: dict) -> dict:
+    params, m = momentum(state, grads)
+    return {"params": params, "m": m}
+
+
+def muon(state: dict, grads: dict, lr=3e-4) -> dict:
+    """Muon, as torch.optim.Muon computes it, for the matrices of layers; SGD with momentum for the others."""
+    params, m = momentum(state, grads)
+    for k, p in state["params"].items():
+        if p.ndim == 2 and k.startswith("layer"):
+            params[k] = (
+                p - lr * orthogonal(m[k].bfloat16()) * max(1, p.shape[0] / p.shape[1]) ** 0.5
+            )
+    return {"params": params, "m": m}
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """Five steps of a Newton-Schulz iteration."""
+    x = g.mT if g.shape[0] > g.shape[1] else g
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x.mT if g.shape[0] > g.shape[1] else x
+
+
+def make_step(
+    config: Config, mesh: DeviceMesh, clips: bool = True, update: Callable = adamw
+) -> Callable:
     """The step `(state, tokens, first) -> (state, loss)`; `first` is the first row of this rank's vocabulary.
 
     With `clips`, gradients are clipped by their global norm.
@@ -178,6 +212,6 @@ def make_step(config: Config, mesh: DeviceMesh, clips: bool = True) -> Callable:
         params = {k: p.detach().requires_grad_() for k, p in state["params"].items()}
         loss = loss_fn(params, tokens, first)
         grads = dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
-        return adamw(state, clip(grads) if clips else grads), loss.detach()
+        return update(state, clip(grads) if clips else grads), loss.detach()
 
     return train_step

@@ -13,9 +13,12 @@ from ztrans.ir import collectives
 from ztrans.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     COLLECTIVES,
     LARGE_MEMBER,
     REDUCE_SCATTER,
+    ROW,
+    ROWS,
     SHARD,
     WAIT,
     bucket_key,
@@ -48,9 +51,9 @@ from ztrans.runtime.collectives import wait as wait_for
 aten = torch.ops.aten
 RANKS = 4
 
-STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+STARTS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 MARKS = (GRADIENT, PMEAN, PSUM, PVARY, ACCUMULATE, JOIN, KEEP)
-PRIMITIVES = (*STARTS, WAIT, SHARD, *MARKS, TO_HOST, TO_DEVICE, COPY_WAIT)
+PRIMITIVES = (*STARTS, WAIT, SHARD, ROW, ROWS, *MARKS, TO_HOST, TO_DEVICE, COPY_WAIT)
 
 
 class Broadcast(collectives.Start):

@@ -155,6 +155,12 @@ def test_moments_on_the_host_change_no_bit(two):
     assert [f["bitwise"] for f in of(two, "on host")] == [True] * 6
 
 
+@pytest.mark.distributed
+def test_ranks_that_own_updates_change_no_bit(two):
+    (figures,) = of(two, "owned")
+    assert figures["bitwise"], figures
+
+
 @pytest.fixture(scope="module")
 def across_steps() -> list[dict]:
     return run_ranks(2, "across_steps.py")

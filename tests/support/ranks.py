@@ -27,6 +27,7 @@ from benchmarks.peers.memory import Peak, lent
 from tests.support import context_parallel, dtensors, experts, fp8
 from tests.support.in_place import as_plain
 from tests.support.on_host import on_host
+from tests.support.owned import owned_case
 from tests.support.programs import CASES, Case, adam, adam_state, mlp, regression, square_loss
 from tests.support.tuning import tuned
 from tests.support.worlds import (
@@ -186,6 +187,21 @@ def wire_bytes(mesh) -> None:
             fused=measured[True],
             predicted=predicted[True],
         )
+
+
+def owned(mesh) -> None:
+    """Matrices that are updated by one rank each, against every rank updating all, in processes."""
+    case = owned_case()
+    results, received = {}, {}
+    for name, transforms in {"all": ALL, "owned": (*ALL, zt.owned_updates())}.items():
+        step = zt.chain(zt.shard_params(mesh), *transforms)(case.step)
+        state = step.shard(case.state())
+        for batch in batches(case, 3):
+            with counted() as counts:
+                state, _ = step(state, *slices(batch, WORLD)[RANK])
+        results[name], received[name] = step.unshard(state), sum(counts.values())
+    pairs = zip(*map(pytree.tree_leaves, results.values()))
+    report("owned", bitwise=all(torch.equal(a, b) for a, b in pairs), received=received)
 
 
 def disagreement(mesh) -> None:
@@ -393,6 +409,7 @@ def two() -> None:
     as_plain(mesh, report)
     tuned(mesh, report)
     on_host(mesh, report)
+    owned(mesh)
     memory(mesh)
 
 

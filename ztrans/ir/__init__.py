@@ -8,12 +8,14 @@ collective and copy (`all_gather`, `reduce`, `shard`, `to_host`, `wait`), and fu
 from .collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     SHARD,
     WAIT,
     Start,
     all_gather,
     all_reduce,
+    all_to_all,
     is_start,
     lane,
     reduce,
@@ -57,12 +59,12 @@ from .structure import structure
 from .verifier import ProgramError, check
 
 __all__ = [
-    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM", "PVARY",
-    "REDUCE_SCATTER", "SHARD", "TO_DEVICE", "TO_HOST", "WAIT",
+    "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM",
+    "PVARY", "REDUCE_SCATTER", "SHARD", "TO_DEVICE", "TO_HOST", "WAIT",
     "Eqn", "Graph", "Hints", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial", "Primitive",
     "ProgramError", "Provenance", "Rewriter", "Rules", "Split", "Start", "Var",
-    "all_gather", "all_reduce", "check", "dce", "diff", "emit", "equation", "evaluate", "is_copy", "is_matmul",
-    "is_random", "is_start", "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair", "producers",
-    "program", "reduce", "reduce_scatter", "rename", "reordered", "role", "rules", "shard", "structure", "substitute",
-    "to_device", "to_host", "users", "variables", "wait", "wait_for_copy",
+    "all_gather", "all_reduce", "all_to_all", "check", "dce", "diff", "emit", "equation", "evaluate", "is_copy",
+    "is_matmul", "is_random", "is_start", "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair",
+    "producers", "program", "reduce", "reduce_scatter", "rename", "reordered", "role", "rules", "shard", "structure",
+    "substitute", "to_device", "to_host", "users", "variables", "wait", "wait_for_copy",
 ]  # fmt: skip

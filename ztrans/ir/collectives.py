@@ -3,8 +3,11 @@
     f, g = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast to dtype before they are sent
     f, g = reduce_scatter([a, b], mean, axis=dp)       one term on each rank -> this rank's shard of the mean
     f, g = all_reduce([a, b], mean, axis=dp)           one term on each rank -> the mean, on every rank
+    f, g = all_to_all([a, b], axis=dp)                 shards along one dim -> shards along another
     x    = wait(f)                                     a future -> its value
     s    = shard(x, dim, axis=dp)                      a whole value -> this rank's part; nothing moves
+    r    = row(v, axis=dp)                             a value with one row for each rank -> this rank's row
+    v    = rows(r, axis=dp)                            a row on each rank -> a value with one row for each
 
 A list is a bucket. The operation itself packs, casts and unpacks its members; a program has no equations for that. Each
 collective has a class here with all of its rules. `rules(eqn)` returns the rules of any equation, collective or not.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,10 +37,11 @@ from .graph import (
     Var,
     value_of_future,
 )
-from .layout import bytes_on_first_rank, chunk, cut, on_axis, split_over, without
+from .layout import bytes_on_first_rank, chunk, cut, local_shape, on_axis, split_over, without
 from .rules import (
     ALL_GATHER_KIND,
     ALL_REDUCE_KIND,
+    ALL_TO_ALL_KIND,
     REDUCE_SCATTER_KIND,
     Axes,
     Kind,
@@ -333,6 +338,73 @@ class AllReduce(Reduction):
         return 0 if is_in_place else super().sent_bytes(eqn, sizes)
 
 
+class AllToAll(Start):
+    """Rules of all_to_all. Each rank sends every other rank the block that is in its own part and in the other's.
+
+    A rank holds 1/n of a value before and after, so it receives 1/n of what a gather brings it.
+    """
+
+    moves = True
+    lane = "reduce"
+    kind = ALL_TO_ALL_KIND
+    unpacking_per_byte = 2
+
+    def example(self, axis: str, elements: int) -> Eqn:
+        # Padded to one column for each rank, so that a rank holds as many elements as its part of a gather has.
+        member = Var("x", torch.float32, (elements, 1), (Split(axis),))
+        return all_to_all([member], ["y"], axis, 1)
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        axis = self.axis(eqn)
+        for member, out in zip(eqn.ins, eqn.results):
+            cuts = on_axis(member.layout, axis), on_axis(out.layout, axis)
+            if not all(isinstance(cut, Split) for cut in cuts) or cuts[0] == cuts[1]:
+                return (
+                    f"an all_to_all over {axis} cuts {member!r} along another dim, not to {out!r}"
+                )
+        return super().problem(eqn, axes)
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        axis = self.axis(eqn)
+        whole = torch.cat(list(terms), split_over(eqn.ins[index], axis).dim)
+        to = split_over(eqn.results[index], axis)
+        # A view would keep the whole value alive.
+        return [cut(whole, to, len(terms), rank).clone() for rank in range(len(terms))]
+
+    def result_layout(self, eqn: Eqn, index: int) -> Layout:
+        to = split_over(eqn.results[index], self.axis(eqn))
+        return (*super().result_layout(eqn, index), to)
+
+    def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
+        return True
+
+    def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
+        return False  # several blocks are copied into one value, unless each is one row
+
+    def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        return super().wire_bytes(eqn, sizes) // sizes[self.axis(eqn)]
+
+    def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
+        return super().sent_bytes(eqn, sizes) // sizes[self.axis(eqn)]
+
+    def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        return buffer_bytes(eqn, index, sizes) // sizes[self.axis(eqn)]
+
+    def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
+        return 2 * sum(self.received_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+
+    def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
+        """Whether a member has a message of its own, in which the blocks are contiguous and without padding."""
+        member, axis = eqn.ins[index], self.axis(eqn)
+        start, to = split_over(member, axis), split_over(eqn.results[index], axis)
+        if any(member.shape[cut.dim] % sizes[axis] for cut in (start, to)):
+            return False
+        shape = local_shape(member, sizes, dict.fromkeys(sizes, 0))
+        is_contiguous = math.prod(shape[: to.dim]) == 1
+        same_dtype = wire_dtype(eqn, member) == member.dtype
+        return is_contiguous and same_dtype and is_sent_alone(eqn, index, sizes)
+
+
 class Shard(Memberwise):
     """Rules of shard: a view of the whole value, which differs from rank to rank."""
 
@@ -356,6 +428,46 @@ class Shard(Memberwise):
         return True
 
 
+class Row(Memberwise):
+    """Rules of row: this rank's row of a value that has one row for each rank. A view, which differs from rank to rank.
+
+    Ranks compute with rows as with values of their batch: each has its own.
+    """
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        rows = eqn.args[0]
+        if rows.layout != (Split(self.axis(eqn)),) or rows.shape[0] != axes.get(self.axis(eqn)):
+            return f"{rows!r} does not have one row for each rank of {self.axis(eqn)}"
+        if not dataclasses.replace(rows, shape=rows.shape[1:], layout=()).is_like(eqn.out):
+            return f"{eqn.out!r} is not a row of {rows!r}"
+        return None
+
+    def axis(self, eqn: Eqn) -> str:
+        return eqn.kwargs["axis"]
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [rows[0] for rows in terms]
+
+    def shares_storage(self, eqn: Eqn) -> bool:
+        return True
+
+
+class Rows(Row):
+    """Rules of rows: a row on each rank as the only one that it holds of a value with one for each rank. A view."""
+
+    def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
+        row, axis = eqn.args[0], self.axis(eqn)
+        if row.layout:
+            return f"{row!r} is not whole on each rank"
+        shape = (axes.get(axis, 0), *row.shape)
+        if not dataclasses.replace(row, shape=shape, layout=(Split(axis),)).is_like(eqn.out):
+            return f"{eqn.out!r} does not have the row {row!r} of each rank of {axis}"
+        return None
+
+    def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [row[None] for row in terms]
+
+
 # Neither gloo nor NCCL reduces these dtypes, and PyTorch does not add the unsigned ones: each has a wider one to send.
 _WIDER_DTYPES = {
     torch.int16: torch.int32,
@@ -377,20 +489,23 @@ def _vector(elements: int, placement: Split | Partial) -> Var:
 
 # The collectives that transforms place. To add one, add its rules here, its call over gloo to `runtime/collectives.py`,
 # and its call over NCCL to `runtime/cuda/nccl.py`.
-_ROWS = (Gather(), ReduceScatter(), AllReduce())
+_ROWS = (Gather(), ReduceScatter(), AllReduce(), AllToAll())
 COLLECTIVES: Mapping[str, Start] = {row.kind.name: row for row in _ROWS}
 ALL_GATHER = Primitive("all_gather", COLLECTIVES["all_gather"])
 REDUCE_SCATTER = Primitive("reduce_scatter", COLLECTIVES["reduce_scatter"])
 ALL_REDUCE = Primitive("all_reduce", COLLECTIVES["all_reduce"])
+ALL_TO_ALL = Primitive("all_to_all", COLLECTIVES["all_to_all"])
 WAIT = Primitive("wait", Wait())
 SHARD = Primitive("shard", Shard())
+ROW = Primitive("row", Row())
+ROWS = Primitive("rows", Rows())
 _ORDINARY = Rules()
 
 
 def kind_named(name: str) -> Kind:
     """The kind of messages with a name, of a collective of `COLLECTIVES` or another one that users call.
 
-    >>> kind_named("all_reduce").crossings, kind_named("all_to_all").crossings
+    >>> kind_named("all_reduce").crossings, kind_named("broadcast").crossings
     (2, 1)
     """
     return COLLECTIVES[name].kind if name in COLLECTIVES else Kind(name)
@@ -495,6 +610,50 @@ def reduce_scatter(
     y': f32[32,16@dp]!
     """
     return reduce(terms, names, axis, op, Split(axis, dim), **options)
+
+
+def all_to_all(shards: Sequence[Var], names: Sequence[str], axis: str, dim: int, **eqn: Any) -> Eqn:
+    """Start an exchange after which values are split over `axis` along `dim`, and not along the dim that they were.
+
+        f32[32@dp,16]   -->   f32[32,16@dp]!
+
+    Each rank sends and receives 1/n of what a gather over n ranks would bring it. The other arguments are those of
+    `all_gather`. `ir.check` refuses a value that is not split over `axis` along another dim.
+
+    >>> x = Var("x", torch.float32, (32, 16), (Split("dp"),))
+    >>> all_to_all([x], ["y"], "dp", 1).out
+    y': f32[32,16@dp]!
+    """
+    futures = []
+    for name, value in zip(names, shards):
+        layout = (*without(value.layout, axis), Split(axis, dim))
+        futures.append(Var(f"{name}'", value.dtype, value.shape, layout, future=True))
+    kwargs = {"dtype": None, "axis": axis}
+    return Eqn(ALL_TO_ALL, (list(shards),), tuple(futures), kwargs, **eqn)
+
+
+def row(rows: Var, name: str, axis: str, **eqn: Any) -> Eqn:
+    """This rank's row of a value that has one row for each rank of `axis`: a view of it. Nothing is sent.
+
+        f32[4@dp,32,16]   -->   f32[32,16], another one on each rank
+
+    >>> row(Var("x", torch.float32, (4, 32, 16), (Split("dp"),)), "x.own", "dp").out
+    x.own: f32[32,16]
+    """
+    out = dataclasses.replace(rows, name=name, shape=rows.shape[1:], layout=())
+    return Eqn(ROW, (rows,), (out,), {"axis": axis}, **eqn)
+
+
+def rows(row: Var, name: str, axis: str, ranks: int, **eqn: Any) -> Eqn:
+    """A value that has the `row` of each of the `ranks` of `axis`; this rank holds its own. Nothing is sent.
+
+        f32[32,16], another one on each rank   -->   f32[4@dp,32,16]
+
+    >>> rows(Var("x.own", torch.float32, (32, 16)), "x", "dp", 4).out
+    x: f32[4@dp,32,16]
+    """
+    out = dataclasses.replace(row, name=name, shape=(ranks, *row.shape), layout=(Split(axis),))
+    return Eqn(ROWS, (row,), (out,), {"axis": axis}, **eqn)
 
 
 def shard(value: Var, name: str, axis: str, dim: int = 0, **eqn: Any) -> Eqn:

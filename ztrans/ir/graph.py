@@ -189,6 +189,7 @@ class Hints:
         offload: whether values of forward may wait for backward on the host, so that the step fits its limit.
         across_steps: whether the first gathers of the next step start in the update of this one.
         carry_copies: whether copies of the new state to the host may continue during the next step.
+        notes: what a transform did not do, and why; `Lowered.summary` prints them.
     """
 
     memory_limit: int | None = None
@@ -203,6 +204,7 @@ class Hints:
     offload: bool = False
     across_steps: bool = False
     carry_copies: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

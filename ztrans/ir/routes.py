@@ -1,6 +1,7 @@
 """Routes: which way the bytes of a collective take between the ranks and hosts of a group, and why.
 
-    exchange               every rank sends every other rank its part; a reduction sums the parts in rank order
+    exchange               every rank sends every other rank its part; a reduction sums the parts in rank order, and an
+                           all_to_all sends each rank another part
     ring                   the backend passes parts from rank to rank, and reduces them on the way
     hierarchical exchange  a reduction: an exchange inside each host, then an exchange of the sums of hosts, which are
                            summed in the order of hosts; a gather: parts go to one rank of each other host, which passes
@@ -33,7 +34,7 @@ from .collectives import (
     wire_dtype,
 )
 from .graph import DTYPES, Eqn
-from .rules import Sizes
+from .rules import ALL_TO_ALL_KIND, Sizes
 
 EXCHANGE = "exchange"
 RING = "ring"
@@ -188,6 +189,8 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
     flat_share = (ranks - local) / ranks if spans_hosts else 0.0
     hierarchical_share = (hosts.count - 1) / ranks * host_dtype.itemsize / wire.itemsize
     reason = _why_not_hierarchical(hosts, wire, host_dtype, hierarchical_share < flat_share)
+    if spans_hosts and rules(eqn).kind == ALL_TO_ALL_KIND:
+        reason = "each rank needs other elements, so no rank can pass them on"
     if reason is not None:
         between = flat_share * all_bytes
         return Route(EXCHANGE, reason, received - between, between)

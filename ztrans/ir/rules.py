@@ -44,6 +44,7 @@ class Kind(NamedTuple):
 ALL_GATHER_KIND = Kind("all_gather")
 REDUCE_SCATTER_KIND = Kind("reduce_scatter", touched=3.0)
 ALL_REDUCE_KIND = Kind("all_reduce", crossings=2, touched=2.5)
+ALL_TO_ALL_KIND = Kind("all_to_all")
 
 
 class Rules:

@@ -22,6 +22,7 @@ from .layout import bytes_on_first_rank, mesh_axes
 from .rules import (
     ALL_GATHER_KIND,
     ALL_REDUCE_KIND,
+    ALL_TO_ALL_KIND,
     REDUCE_SCATTER_KIND,
     Axes,
     Kind,
@@ -107,7 +108,7 @@ _STARTS = {
     "reduce_scatter_tensor": UserStart(REDUCE_SCATTER_KIND, scatters=True),
     "all_gather_into_tensor": UserStart(ALL_GATHER_KIND, is_equal=True),
     "broadcast": UserStart(Kind("broadcast"), elementwise=True, is_equal=True),
-    "all_to_all_single": UserStart(Kind("all_to_all"), scatters=True),
+    "all_to_all_single": UserStart(ALL_TO_ALL_KIND, scatters=True),
 }
 _WAIT = UserWait()
 

@@ -43,6 +43,7 @@ class Summary:
         link_seconds: ((axis, link), seconds that its messages take), such as inside hosts and between them.
         memory: the bytes that are live on the device.
         cost: what one rank computes and receives.
+        notes: what transforms did not do, and why.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Summary:
     link_seconds: tuple[tuple[tuple[str, str], float], ...]
     memory: Memory
     cost: Cost
+    notes: tuple[str, ...] = ()
 
     @property
     def mfu(self) -> float:
@@ -108,7 +110,7 @@ class Summary:
                 f"{link} {format_seconds(s)}" for (on, link), s in self.link_seconds if on == axis
             ]
             row(f"  {axis}", [format_bytes(self.cost.over(axis))], ", ".join(links))
-        return f"{title}\n{columns(rows)}"
+        return "\n".join([title, columns(rows), *(f"note: {note}" for note in self.notes)])
 
 
 def summarize(
@@ -157,6 +159,7 @@ def summarize(
         link_seconds=tuple(link_seconds.items()),
         memory=memory,
         cost=cost,
+        notes=graph.hints.notes,
     )
 
 

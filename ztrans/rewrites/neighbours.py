@@ -19,7 +19,7 @@ from collections.abc import Hashable
 import torch
 
 from ..ir.axes import neighbour_count, neighbours
-from ..ir.collectives import bucket_key, rules, shard
+from ..ir.collectives import bucket_key, role, rules, shard
 from ..ir.graph import Eqn, Graph, Split, Var
 from ..ir.layout import split_over
 from ..ir.pairing import pair
@@ -72,7 +72,8 @@ def among_neighbours(graph: Graph) -> Graph:
     parts: dict[Hashable, Var] = {}
     new = Rewriter(graph)
     for start, paired in pair(graph).starts.items():
-        if not rules(start).moves or len(start.outs) != 1:
+        is_gather = role(start) == "param" and rules(start).moves
+        if not is_gather or len(start.outs) != 1:
             continue
         value = gathered_value(start)
         provenance = start.provenance

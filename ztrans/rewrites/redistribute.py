@@ -2,7 +2,7 @@
 
 split  -> whole     all_gather          terms -> split     reduce_scatter
 terms  -> whole     all_reduce          whole -> split     shard (nothing moves)
-split  -> split     all_gather, shard   norm terms         pow, all_reduce, pow, in fp32 at least
+split  -> split     all_to_all          norm terms         pow, all_reduce, pow, in fp32 at least
 split, no elements -> whole             new_empty
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..ir.collectives import all_gather, reduce, shard, wait
+from ..ir.collectives import all_gather, all_to_all, reduce, shard, wait
 from ..ir.graph import Eqn, Partial, Placement, Provenance, Region, Split, Var
 from ..ir.layout import on_axis, without
 from ..ir.op_facts import CAST
@@ -67,7 +67,10 @@ def redistribute(v: Var, to: Placement, site: Site, name: str) -> tuple[list[Eqn
         return reduced(v, placement.op, split, site, name)
 
     if isinstance(placement, Split):
-        # To split along another dim, first gather the whole value.
+        if isinstance(to, Split) and v.numel:
+            exchange = all_to_all([v], [site.fresh(name)], site.axis, to.dim)
+            eqns = site.start_and_wait(exchange)
+            return eqns, eqns[-1].out
         gather = _gathered(v, site, name)
         eqns, out = redistribute(gather[-1].out, to, site, name)
         return [*gather, *eqns], out

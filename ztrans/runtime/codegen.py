@@ -21,7 +21,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import with_joint_indices
-from ..ir.collectives import Shard, Start, rules
+from ..ir.collectives import Row, Rows, Shard, Start, rules
 from ..ir.copies import Copy, is_copy
 from ..ir.donation import Donation, donation, is_constant
 from ..ir.graph import Eqn, Graph, Primitive, Var, substitute
@@ -191,6 +191,10 @@ def emit_primitive(emission: Emission, eqn: Eqn, index: int) -> list[Any]:
             return [emission.out.call_function(wait, (emission.nodes[eqn.args[0]],))]
         case Shard():
             return emit_shard(emission, eqn)
+        case Rows():
+            return [emission.out.call_function(torch.unsqueeze, (emission.nodes[eqn.args[0]], 0))]
+        case Row():
+            return [emission.out.call_function(torch.select, (emission.nodes[eqn.args[0]], 0, 0))]
         case Gradient() | Reduced():  # a mark that no transform has replaced is its first argument
             return [emission.nodes[eqn.args[0]]]
         case _:  # `micro_batches` replaces the marks of micro-batches before code is made

@@ -5,7 +5,8 @@
 A gather only moves bytes. A reduce_scatter is an all-to-all, followed by a local sum in rank order, so its bits do not
 depend on the order of the program. Over gloo it sends half as many bytes as gloo's own reduce_scatter, which is an
 all-reduce and a slice. Between hosts it sends sums instead of terms (see `hierarchical`). Gloo would round some
-all_reduces at every hop, or lose a NaN in them: those are sent as a reduce_scatter and a gather of the total.
+all_reduces at every hop, or lose a NaN in them: those are sent as a reduce_scatter and a gather of the total. An
+all_to_all sends each rank the block of a shard that the rank will hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .. import ops
 from ..ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     LARGE_MEMBER,
     MOST_RANKS_OF_EXCHANGE,
     REDUCE_SCATTER,
@@ -39,7 +41,7 @@ from ..ir.collectives import (
     wire_dtype,
 )
 from ..ir.graph import Eqn, Primitive, Split
-from ..ir.layout import chunk, local_shape, on_axis, part, without
+from ..ir.layout import chunk, local_shape, on_axis, part, split_over, without
 from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
 from ..ops.cast_pack import reference as pack
 from .channels import Channel, Work
@@ -163,7 +165,8 @@ class Start(torch.nn.Module):
         dtypes: the dtypes of the values, if these are sent as bytes; else empty.
         size, rank: the number of ranks along the axis, and the index of this rank.
         outs: the values of the members after the wait.
-        dim: the dim along which the members, or the values, are split.
+        dim: the dim along which the members, or the values, are split; in an all_to_all the values.
+        from_dim: in an all_to_all, the dim along which the members are split.
         wire: the dtype of the messages.
         partial: the dtype in which hosts send their sums to each other.
         reduction_of_hosts: the reduction that each host computes and sends to the others, with two levels.
@@ -171,8 +174,10 @@ class Start(torch.nn.Module):
         way: the way of the messages between ranks (see `ir.routes`).
         gather_way: the way of a gather, or of the parts of a total.
         transport: the text for the printed program. A subclass has a `Transport`.
-        shapes: for each value, unsplit along the axis, its shape with the split dim first.
+        shapes: for each value, unsplit along the axis, its shape with the split dim first; for each member of an
+            all_to_all, padded along the dim along which it is split.
         part_sizes: for each value, the number of elements of a padded part.
+        result_shapes: for each value, its shape on this rank.
         members_by_message: for each message, the positions of its members.
         sends_without_copy: for each member, whether it is sent from its own memory.
     """
@@ -198,6 +203,9 @@ class Start(torch.nn.Module):
         self.is_gloo = channel is not None and channel.is_gloo
         self.outs = eqn.results
         self.dim = _split_dim(eqn, axis)
+        self.from_dim = self.dim
+        if self.collective is ALL_TO_ALL:
+            self.dim = split_over(eqn.out, axis).dim
         self.wire = wire_dtype(eqn, eqn.ins[0])
         self.is_reduced_by_ranks = False
         self.partial = self.wire
@@ -215,10 +223,14 @@ class Start(torch.nn.Module):
         self.part_sizes = []
         for v in self.outs:
             unsplit = dataclasses.replace(v, layout=without(v.layout, axis))
-            shape = _dim_first(local_shape(unsplit, sizes, coordinates), self.dim)
+            whole = list(local_shape(unsplit, sizes, coordinates))
+            if self.from_dim != self.dim:
+                whole[self.from_dim] = chunk(whole[self.from_dim], self.size)
+            shape = _dim_first(whole, self.dim)
             self.shapes.append(shape)
             part_size = chunk(shape[0], self.size) * math.prod(shape[1:]) if shape else 1
             self.part_sizes.append(part_size)
+        self.result_shapes = [local_shape(v, sizes, coordinates) for v in self.outs]
         self.members_by_message = message_groups(eqn, sizes)
         self.sends_without_copy = [
             rules(eqn).sends_without_copy(eqn, k, sizes) for k in range(len(self.outs))
@@ -390,6 +402,59 @@ class Start(torch.nn.Module):
         is_copied = _is_same_memory(send, term) and not self.sends_without_copy[k]
         return send.clone() if is_copied else send
 
+    # ---- exchanges
+
+    def _exchange(self, ks: list[int], members: Sequence[torch.Tensor]) -> InProgress:
+        sizes = [self.part_sizes[k] for k in ks]
+        rows = []
+        for k, member in zip(ks, members):
+            rows.append(self._by_rank(self.padded(k, member), self.part_sizes[k]))
+        send = torch.cat(rows, 1) if len(rows) > 1 else self._unshared(rows[0], ks[0], members[0])
+        received = torch.empty_like(send)
+        works: Sequence[Work]
+        if self.is_gloo:
+            received[self.rank].copy_(send[self.rank])
+            works = self.channel.exchange(list(send), list(received))
+        else:
+            with self.channel.errors():
+                buffers = _bytes(received), _bytes(send)
+                works = [dist.all_to_all_single(*buffers, group=self.group, async_op=True)]
+
+        def finish() -> list[torch.Tensor]:
+            values = []
+            for k, blocks in zip(ks, received.split(sizes, 1)):
+                values.append(self.joined(k, blocks).contiguous())
+            return values
+
+        return works, finish
+
+    def padded(self, k: int, member: torch.Tensor) -> torch.Tensor:
+        """A member of an all_to_all, of as many rows as the first rank has, with the dim first that will be split."""
+        x = member.movedim(self.dim, 0)
+        shape = self.shapes[k]
+        if x.shape == shape:
+            return x
+        full = x.new_zeros(shape)
+        full[tuple(map(slice, x.shape))] = x
+        return full
+
+    def joined(self, k: int, blocks: torch.Tensor) -> torch.Tensor:
+        """The value of a member of an all_to_all from the blocks of all ranks: a view, if they are in its order."""
+        x = self._in_order(k, blocks).flatten(self.from_dim, self.from_dim + 1)
+        return x[tuple(map(slice, self.result_shapes[k]))]
+
+    def arrives_in_place(self, k: int) -> bool:
+        """Whether the blocks of a member of an all_to_all, alone in a buffer, are its value without a copy."""
+        blocks = torch.empty(self.size, self.part_sizes[k], device="meta")
+        is_padded = blocks.numel() != math.prod(self.result_shapes[k])
+        return not is_padded and self._in_order(k, blocks).is_contiguous()
+
+    def _in_order(self, k: int, blocks: torch.Tensor) -> torch.Tensor:
+        """The blocks with their dims in the order of the value, and the ranks right before the dim to join."""
+        rows, *others = self.shapes[k]
+        x = blocks.view(self.size, chunk(rows, self.size), *others)
+        return x.movedim(1, self.dim + 1).movedim(0, self.from_dim)
+
     # ---- reductions to whole values
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
@@ -465,6 +530,7 @@ CALLS: Mapping[Primitive, Callable[[Start, list[int], Sequence[torch.Tensor]], I
     ALL_GATHER: Start._gather,
     REDUCE_SCATTER: Start._scatter,
     ALL_REDUCE: Start._reduce,
+    ALL_TO_ALL: Start._exchange,
 }
 
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ... import ops
-from ...ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ...ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..channels import Channel
@@ -106,6 +106,7 @@ class StreamedStart(Start):
             ALL_GATHER: self._gather_message,
             REDUCE_SCATTER: self._scatter_message,
             ALL_REDUCE: self._reduce_message,
+            ALL_TO_ALL: self._exchange_message,
         }
         self.message = make_message[self.collective]
 
@@ -159,7 +160,7 @@ class StreamedStart(Start):
             send_buffers = [torch.view_as_real(x).view(-1) for x in send_buffers]
         if self.collective is ALL_GATHER or self.transport.way == "terms":
             self._call_gather(received, send_buffers)
-        elif self.is_exchanged:
+        elif self.is_exchanged or self.collective is ALL_TO_ALL:
             self._call_exchange(received, send_buffers)
         elif self.collective is ALL_REDUCE:
             options = self._options(AllreduceCoalescedOptions())
@@ -278,6 +279,27 @@ class StreamedStart(Start):
         """Whether a term is its own send buffer: the program keeps it until it has been sent, and it is contiguous."""
         is_whole = term.is_contiguous() and term.numel() == self.size * self.part_sizes[k]
         return self.sends_without_copy[k] and is_whole
+
+    def _exchange_message(self, ks: list[int], members: Sequence[torch.Tensor]) -> PackedMessage:
+        sizes = [self.part_sizes[k] for k in ks]
+        send_buffers, pack = self._send_buffers_of(
+            ks, [self.padded(k, x).movedim(0, self.dim) for k, x in zip(ks, members)]
+        )
+        new = members[0].new_empty
+        numel = self.size * sum(sizes)
+        if len(ks) == 1 and self.arrives_in_place(ks[0]):
+            buffer = new(numel, dtype=self.wire)
+            value = buffer.view(self.result_shapes[ks[0]])
+            return PackedMessage(send_buffers, [value], pack, lambda: buffer, lambda received: None)
+        values = [new(self.result_shapes[k], dtype=self.wire) for k in ks]
+
+        def finish(received: torch.Tensor) -> None:
+            blocks_of_members = received.view(self.size, -1).split(sizes, 1)
+            for k, value, blocks in zip(ks, values, blocks_of_members):
+                value.copy_(self.joined(k, blocks))
+
+        receive_buffer = lambda: new(numel, dtype=self.wire)
+        return PackedMessage(send_buffers, values, pack, receive_buffer, finish)
 
     def _reduce_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
         new = terms[0].new_empty

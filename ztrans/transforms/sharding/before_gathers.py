@@ -54,7 +54,8 @@ def _gathers_of_leaves(graph: Graph) -> dict[Eqn, Eqn]:
         if not rules(start).moves or start.kwargs["dtype"] is not None or len(start.outs) != 1:
             continue
         leaf = start.ins[0]
-        if leaf in state and len(leaf.layout) == 1 and leaf.split is not None:
+        is_whole_after = not start.out.layout  # an all_to_all cuts it along another dim
+        if leaf in state and len(leaf.layout) == 1 and leaf.split is not None and is_whole_after:
             gathers[start] = graph.eqns[started.first_wait]
     return gathers
 

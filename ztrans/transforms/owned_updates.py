@@ -1,0 +1,459 @@
+"""Let each rank compute the updates of some matrices, where every rank computes those of all.
+
+Optimizers such as Muon, SOAP and Shampoo multiply whole matrices. `shard_params` gathers these, and each rank repeats
+the same products. Here N matrices of one shape form a group, and each of N ranks owns one of them:
+
+    x = wait(all_gather([x1])); y = f(x); s = shard(y)      on every rank, for each matrix x1, ..., xN
+      -->
+    v = wait(all_to_all([stack([x1, ..., xN])]))            f32[N,m@dp,n] -> f32[N@dp,m,n]
+    y = f(row(v))                                           on each rank, for the matrix that it owns
+    w = wait(all_to_all([rows(y)])); s = select(w, 0, 0)    f32[N@dp,m,n] -> f32[N,m@dp,n]
+
+The equations of f do not change, so the results have the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ir.collectives import (
+    ALL_GATHER,
+    SHARD,
+    all_to_all,
+    bucket_key,
+    coalesce,
+    role,
+    row,
+    rows,
+    rules,
+    shard,
+    wait,
+)
+from ..ir.dependencies import grouped
+from ..ir.graph import (
+    Eqn,
+    Graph,
+    Names,
+    Primitive,
+    Provenance,
+    Split,
+    Var,
+    dce,
+    producers,
+    substitute,
+    users,
+    variables,
+)
+from ..ir.op_facts import CAST, is_matmul, is_random
+from ..ir.pairing import pair
+from ..ir.printer import op_name
+from ..ir.rewriter import prerequisites, reordered
+from ..ir.source import where
+from ..ir.structure import structures
+from ..ir.user_collectives import is_user_collective
+from ..rewrites.redistribute import Site, redistribute
+from .base import Transform, constructor
+
+aten = torch.ops.aten
+
+
+@constructor
+def owned_updates() -> Transform:
+    """Compute the update of each matrix on one rank, for updates that need whole matrices, such as Muon's.
+
+    Without it every rank gathers all of these matrices, and computes the same update of each. With N ranks, groups of
+    N matrices with the same shape and the same update are exchanged instead, so that each rank owns one matrix of a
+    group, and their results are exchanged back. So a rank computes 1/N of the products, and receives 2/N of the bytes.
+    Gradients, moments and parameters stay on shards, as does all of the update that runs on them: clipping, momentum,
+    weight decay.
+
+    A group is made of matrices whose gradients are complete at about the same time. Its exchange starts as soon as they
+    are, with `overlap_grads` during backward. The last group of a shape may have fewer matrices than there are ranks;
+    ranks that are left over repeat the last one. A matrix that no other one is like is updated on every rank, as
+    without the transform. So is an update that one rank cannot compute for all, such as one with collectives of its
+    own. `Lowered.summary()` has a note on each of both, with its line.
+
+    Rewrites:
+        x = wait(all_gather([x1]))               v = wait(all_to_all([stack([x1, ..., xN])]))
+        y = f(x); s = shard(y)            -->    y = f(row(v))
+        ... for each of x1, ..., xN              w = wait(all_to_all([rows(y)])); s = select(w, 0, 0); ...
+
+    Raises: ValueError when the step is lowered, if `shard_params` does not come before it.
+
+    Source: Liu et al., Muon is Scalable for LLM Training, 2025 (distributed Muon); Canzona, 2026.
+
+    >>> owned_updates()
+    owned_updates()
+    """
+    return _OwnedUpdates()
+
+
+@dataclass(frozen=True)
+class _OwnedUpdates(Transform):
+    def rewrite(self, graph: Graph) -> Graph:
+        if not graph.mesh:
+            raise ValueError(
+                "owned_updates: the program is not sharded, so this rank updates everything anyway.\n"
+                "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
+            )
+        found, problems = _chains(graph)
+        groups: list[list[Chain]] = []
+        for members in grouped((chain.structure, chain) for chain in found).values():
+            ranks = graph.axes[members[0].axis]
+            groups += [members[k : k + ranks] for k in range(0, len(members), ranks)]
+        for chain in [group[0] for group in groups if len(group) == 1]:
+            problems.append(chain.note("there is no other one like it left for the other ranks"))
+        groups = [group for group in groups if len(group) > 1]
+        groups.sort(key=lambda group: (group[-1].depth, group[-1].ready))
+        return _with_owners(graph, groups).with_hints(
+            notes=(*graph.hints.notes, *dict.fromkeys(problems))
+        )
+
+
+# ---- chains
+
+
+class Exit(NamedTuple):
+    """A value of a chain that the rest of the program reads.
+
+    Attributes:
+        value: the value to send back.
+        casts: the widening casts between it and the value that is read, which run after the way back.
+        read: the value that is read: a shard, or a whole scalar.
+        shard: the equation that cuts the shard; None for a scalar.
+    """
+
+    value: Var
+    casts: tuple[Eqn, ...]
+    read: Var
+    shard: Eqn | None
+
+    @property
+    def placement(self) -> Split | None:
+        return None if self.shard is None else self.read.split
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Equations of the update that run on whole values, and that gathered values connect.
+
+    Attributes:
+        gathers: the gathers of values that they read, each with its wait.
+        eqns: the equations, in order.
+        outside: the other values that they read, which are whole on every rank.
+        exits: the values that others read.
+        ready: the place of the last matrix product that it needs from backward.
+        depth: the number of chains that it needs.
+    """
+
+    gathers: Mapping[Eqn, Eqn]
+    eqns: tuple[Eqn, ...]
+    outside: tuple[Var, ...]
+    exits: tuple[Exit, ...]
+    ready: int = 0
+    depth: int = 0
+
+    @property
+    def axis(self) -> str:
+        return next(iter(self.gathers)).kwargs["axis"]
+
+    @property
+    def structure(self) -> Hashable:
+        """What chains have in common if the ranks can compute them in one program."""
+        inputs = [*(wait.out for wait in self.gathers.values()), *self.outside]
+        results = [exit.value for exit in self.exits]
+        shards = tuple((start.ins[0].type, bucket_key(start)) for start in self.gathers)
+        ends = tuple((exit.placement, exit.read.dtype) for exit in self.exits)
+        eqns = structures(self.eqns, inputs, results, lambda v: v.type)
+        return eqns, shards, ends, self.depth
+
+    def note(self, reason: str) -> str:
+        """A note that says why every rank computes this chain. Many chains may have the same."""
+        line = where(self.eqns[0].source)
+        types = ", ".join(start.ins[0].type for start in self.gathers)
+        return f"owned_updates: every rank computes an update from {types}: {reason}\n  at {line}"
+
+
+def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
+    """The chains that one rank may compute for all, as they get ready, and notes on the other ones."""
+    pairs = pair(graph)
+    gather_of: dict[Var, tuple[Eqn, Eqn]] = {}
+    for start, paired in pairs.starts.items():
+        if start.op is ALL_GATHER and role(start) == "update" and len(start.outs) == 1:
+            wait = graph.eqns[paired.first_wait]
+            gather_of[wait.out] = start, wait
+
+    # A value belongs to the chain of the first value in `leader`, of those that are connected with it.
+    leader: dict[Var, Var] = {v: v for v in gather_of}
+
+    def leader_of(v: Var) -> Var:
+        while leader[v] is not v:
+            v = leader[v]
+        return v
+
+    inside: list[Eqn] = []
+    for e in graph.eqns:
+        read = [v for v in e.ins if v in leader]
+        if not read or any(v.layout for v in e.ins) or isinstance(e.op, Primitive):
+            continue
+        inside.append(e)
+        for v in (*read[1:], *e.results):
+            leader[leader_of(v) if v in leader else v] = leader_of(read[0])
+
+    found: list[Chain] = []
+    notes: list[str] = []
+    outputs = set(variables(graph.outputs))
+    for eqns in grouped((leader_of(e.out), e) for e in inside).values():
+        chain = _chain(eqns, gather_of, users(graph), outputs)
+        problem = _problem(chain)
+        if problem is None:
+            found.append(chain)
+        else:
+            notes.append(chain.note(problem))
+    return _as_they_get_ready(graph, found), notes
+
+
+def _chain(
+    eqns: Sequence[Eqn],
+    gather_of: Mapping[Var, tuple[Eqn, Eqn]],
+    readers: Mapping[Var, Sequence[Eqn]],
+    outputs: set[Var],
+) -> Chain:
+    """The chain of these equations, in order."""
+    makers = producers(eqns)
+    members = set(eqns)
+    inputs = dict.fromkeys(v for e in eqns for v in e.ins if v not in makers)
+    gathered = [v for v in inputs if v in gather_of]
+    outside = tuple(v for v in inputs if v not in gather_of)
+    exits: list[Exit] = []
+    for v in (*gathered, *makers):
+        value = v
+        casts: list[Eqn] = []
+        while value in makers and _widens(makers[value]):
+            casts.insert(0, makers[value])
+            value = makers[value].ins[0]
+        others = [e for e in readers.get(v, ()) if e not in members]
+        cuts = [e for e in others if e.op is SHARD]
+        for cut in cuts:
+            exits.append(Exit(value, tuple(casts), cut.out, cut))
+        if len(others) > len(cuts) or v in outputs:
+            exits.append(Exit(value, tuple(casts), v, None))
+    return Chain(dict(gather_of[v] for v in gathered), tuple(eqns), outside, tuple(exits))
+
+
+def _widens(e: Eqn) -> bool:
+    """Whether an equation is a cast to more bytes, so that its argument is sent back in place of its result."""
+    return e.op is CAST and e.ins[0].dtype.itemsize < e.out.dtype.itemsize
+
+
+def _problem(chain: Chain) -> str | None:
+    """Why one rank cannot compute a chain for all, or None."""
+    axis = chain.axis
+    results = producers(chain.eqns)
+    if any(start.ins[0].layout != (start.ins[0].split,) for start in chain.gathers):
+        return "its values are cut over several axes"
+    if any(start.kwargs["axis"] != axis for start in chain.gathers):
+        return "its values are cut over several axes"
+    for e in chain.eqns:
+        if rules(e).remote:
+            return f"{op_name(e.op)} sends messages of its own"
+    for exit in chain.exits:
+        if exit.value not in results:
+            return f"{exit.value.name} is read whole elsewhere too"
+        if exit.placement is None and exit.value.numel > 1:
+            return f"{exit.value.name} is read whole"
+        if exit.placement is not None and exit.placement.axis != axis:
+            return "its results are cut over another axis"
+    return None
+
+
+def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> list[Chain]:
+    """The chains sorted by their places, which become known here. A chain that needs its own results is left out."""
+    bit_of: dict[Eqn, int] = {}
+    for k, chain in enumerate(found):
+        bit_of.update(dict.fromkeys(chain.eqns, 1 << k))
+    chains_before: dict[Var, int] = {}  # as bits
+    ready: dict[Var, int] = {}
+    for place, e in enumerate(graph.eqns):
+        bits = bit_of.get(e, 0)
+        last_product = place if is_matmul(e) and e.region != "update" else 0
+        for v in e.ins:
+            bits |= chains_before.get(v, 0)
+            last_product = max(last_product, ready.get(v, 0))
+        chains_before.update(dict.fromkeys(e.results, bits))
+        ready.update(dict.fromkeys(e.results, last_product))
+
+    sorted_chains = []
+    for k, chain in enumerate(found):
+        bits = 0
+        for v in (*(start.ins[0] for start in chain.gathers), *chain.outside):
+            bits |= chains_before.get(v, 0)
+        if not bits & 1 << k:
+            place = max(ready.get(start.ins[0], 0) for start in chain.gathers)
+            # A chain needs all chains that those before it need, so depths grow from chain to chain.
+            sorted_chains.append(dataclasses.replace(chain, ready=place, depth=bits.bit_count()))
+    return sorted(sorted_chains, key=lambda chain: chain.ready)
+
+
+# ---- the new program
+
+
+@dataclass
+class Exchange:
+    """The new equations of a group, in which each rank owns one chain; left over ranks repeat the last one.
+
+    Attributes:
+        there: what sends the shards of each matrix to its owner.
+        owned: the chain on each rank, and what sends its results.
+        back: what waits for the results, and makes the values that the program reads.
+        scalars: the scalars of the chains that the program reads, with what it reads in their place.
+    """
+
+    there: list[Eqn]
+    owned: list[Eqn]
+    back: list[Eqn]
+    scalars: dict[Var, Var]
+
+
+def _exchange(graph: Graph, group: Sequence[Chain], names: Names) -> Exchange:
+    """Write the equations of a group."""
+    first, axis = group[0], group[0].axis
+    ranks = graph.axes[axis]
+    source = first.eqns[0].source
+    paths = dict.fromkeys(
+        path
+        for chain in group
+        for start in chain.gathers
+        if start.provenance is not None
+        for path in start.provenance.paths
+    )
+    site = Site("update", source, names.fresh, Provenance("update", tuple(paths), axis))
+    new = Exchange([], [], [], {})
+
+    def stacked(values: Sequence[Var]) -> Var:
+        """A value with a row for each rank."""
+        v = values[0]
+        layout = tuple(Split(axis, split.dim + 1) for split in v.layout if isinstance(split, Split))
+        out = Var(names.fresh(f"{v.name}.stack"), v.dtype, (ranks, *v.shape), layout)
+        of_ranks = [*values, *[values[-1]] * (ranks - len(values))]
+        new.there.append(site.equation(aten.stack.default, (of_ranks,), out))
+        return out
+
+    def own_row(v: Var, name: str) -> Var:
+        new.owned.append(row(v, names.fresh(f"{name}.own"), axis, region="update", source=source))
+        return new.owned[-1].out
+
+    own: dict[Var, Var] = {}  # what this rank reads in place of a value of the first chain
+    starts: list[Eqn] = []
+    gathered_by: dict[Var, Var] = {}
+    for k, (gather, gather_wait) in enumerate(first.gathers.items()):
+        stack = stacked([list(chain.gathers)[k].ins[0] for chain in group])
+        start = all_to_all([stack], [names.fresh(f"{stack.name}.owned")], axis, 0)
+        future = dataclasses.replace(start.out, dtype=gather.out.dtype)
+        starts.append(start.replace(outs=(future,), kwargs=gather.kwargs))
+        gathered_by[future] = gather_wait.out
+    for same_message in grouped((bucket_key(start), start) for start in starts).values():
+        start, _ = site.start_and_wait(coalesce(same_message))
+        new.there.append(start)
+        for future in start.results:
+            new.owned.append(wait(future).like(start))
+            value = gathered_by[future]
+            own[value] = own_row(new.owned[-1].out, value.name)
+    for k, v in enumerate(first.outside):
+        of_chains = [chain.outside[k] for chain in group]
+        if len(set(of_chains)) > 1:
+            cut = shard(stacked(of_chains), names.fresh(f"{v.name}.shard"), axis, region="update")
+            new.owned.append(cut.replace(source=source))
+            own[v] = own_row(cut.out, v.name)
+
+    for e in first.eqns:
+        new.owned.append(e.with_inputs(lambda v: own.get(v, v)))
+    sent_back: dict[tuple[Var, Split | None], Var] = {}
+    for k, exit in enumerate(first.exits):
+        to = None if exit.placement is None else Split(axis, exit.placement.dim + 1)
+        if (exit.value, to) not in sent_back:
+            name = f"{exit.value.name}.rows"
+            of_owner = rows(exit.value, names.fresh(name), axis, ranks, region="update")
+            moves, sent_back[exit.value, to] = redistribute(of_owner.out, to, site, f"{name}.back")
+            new.owned += (of_owner.replace(source=source), *moves[:-1])
+            new.back.append(moves[-1])
+        for i, chain in enumerate(group):
+            _read_back(chain.exits[k], sent_back[exit.value, to], i, names, new)
+    return new
+
+
+def _read_back(exit: Exit, sent_back: Var, index: int, names: Names, new: Exchange) -> None:
+    """Write the equations that make a value that the program reads from row `index` of the values sent back."""
+    layout = () if exit.placement is None else (exit.placement,)
+    value = sent_back
+    steps: list[tuple[Any, tuple, dict[str, Any]]] = [(aten.select.int, (0, index), {})]
+    steps += [(cast.op, (), dict(cast.kwargs)) for cast in exit.casts]
+    for step, (op, args, kwargs) in enumerate(steps):
+        is_last = step == len(steps) - 1
+        dtype = kwargs.get("dtype", value.dtype)
+        out = Var(names.fresh(exit.value.name), dtype, exit.value.shape, layout)
+        if is_last and exit.shard is not None:
+            out = exit.read
+        eqn = Eqn(op, (value, *args), (out,), kwargs)
+        new.back.append(eqn.like(exit.shard or new.back[0], "update"))
+        value = out
+    if exit.shard is None:
+        new.scalars[exit.read] = value
+
+
+def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
+    """The program in which the ranks own the chains of each group.
+
+    In the update, what no chain computes comes first. Then come the chains of one group after the other. The results of
+    a group are waited for after the chains of the next one, behind which they are sent.
+    """
+    if not groups:
+        return graph
+    makers = producers(graph.eqns)
+    names = Names(v.name for v in (*graph.inputs, *makers))
+    place = {e: k for k, e in enumerate(graph.eqns)}
+    turn: dict[Eqn, int] = {}  # odd for chains, even for what reads their results
+    dropped: set[Eqn | None] = set()
+    scalars: dict[Var, Var] = {}
+    new_eqns: list[Eqn] = []
+    for k, group in enumerate(groups):
+        new = _exchange(graph, group, names)
+        turn.update(dict.fromkeys(new.owned, 2 * k + 1))
+        turn.update(dict.fromkeys(new.back, 2 * k + 4))
+        new_eqns += (*new.there, *new.owned, *new.back)
+        # What a group sends is stacked when the last of it exists, and not before the update.
+        sent = [v for e in new.there for v in e.ins if v in makers]
+        first_gather = min(place[start] for chain in group for start in chain.gathers)
+        place.update(
+            dict.fromkeys(new.there, max([place[makers[v]] for v in sent], default=first_gather))
+        )
+        scalars |= new.scalars
+        for chain in group:
+            dropped |= {*chain.eqns, *chain.gathers, *chain.gathers.values()}
+            dropped |= {exit.shard for exit in chain.exits}
+
+    def read(v: Var) -> Var:
+        return scalars.get(v, v)
+
+    kept: list[Eqn] = []
+    for e in graph.eqns:
+        if e not in dropped:
+            kept.append(e.with_inputs(read))
+            place[kept[-1]] = place[e]
+    outputs = substitute(graph.outputs, read)
+    program = graph.replace(eqns=(*kept, *new_eqns), outputs=outputs)
+    needs = prerequisites(program)
+    for earlier, later in pairwise(e for e in kept if is_random(e) or is_user_collective(e)):
+        needs[later].append(earlier)
+    for e in reordered(program, lambda e: 0, needs).eqns:
+        needed_turns = [turn[x] for x in needs[e] if turn[x] % 2 == 0]
+        turn[e] = max([turn.get(e, 0), *needed_turns])
+        if e not in place:
+            place[e] = max([place[x] for x in needs[e]], default=0)
+    return dce(reordered(program, lambda e: (turn[e], place[e]), needs))
