@@ -7,7 +7,7 @@ they are written, after backward; here they move to their shards, as far as this
 
 from __future__ import annotations
 
-from ..ir.collectives import ALL_TO_ALL, role
+from ..ir.collectives import role, rules
 from ..ir.graph import Eqn, Graph
 from ..ir.rewriter import prerequisites
 from .cost import memory
@@ -16,7 +16,11 @@ from .cost import memory
 def start_exchanges(graph: Graph) -> Graph:
     """The program in which exchanges of the update start as early as memory allows; of several, the last ones do."""
     needs = prerequisites(graph)
-    early = [e for e in graph.eqns if e.op is ALL_TO_ALL and role(e) == "update"]
+    early = []
+    for e in graph.eqns:
+        is_exchange = rules(e).moves and e.out.split is not None
+        if is_exchange and role(e) == "update":
+            early.append(e)
     peak = memory(graph).peak if early else 0
     limit = graph.hints.memory_limit or peak
     while early:

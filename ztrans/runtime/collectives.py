@@ -40,8 +40,8 @@ from ..ir.collectives import (
     rules,
     wire_dtype,
 )
-from ..ir.graph import Eqn, Primitive, Split
-from ..ir.layout import chunk, local_shape, on_axis, part, split_over, without
+from ..ir.graph import Eqn, Primitive, Split, Var
+from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
 from ..ops.cast_pack import reference as pack
 from .channels import Channel, Work
@@ -166,7 +166,7 @@ class Start(torch.nn.Module):
         size, rank: the number of ranks along the axis, and the index of this rank.
         outs: the values of the members after the wait.
         dim: the dim along which the members, or the values, are split; in an all_to_all the values.
-        from_dim: in an all_to_all, the dim along which the members are split.
+        from_dim: the dim along which the members are split, or else `dim`. It differs from `dim` in an all_to_all.
         wire: the dtype of the messages.
         partial: the dtype in which hosts send their sums to each other.
         reduction_of_hosts: the reduction that each host computes and sends to the others, with two levels.
@@ -202,10 +202,10 @@ class Start(torch.nn.Module):
         self._channel = channel
         self.is_gloo = channel is not None and channel.is_gloo
         self.outs = eqn.results
-        self.dim = _split_dim(eqn, axis)
-        self.from_dim = self.dim
-        if self.collective is ALL_TO_ALL:
-            self.dim = split_over(eqn.out, axis).dim
+        member_dim = _split_dim(eqn.ins[0], axis)
+        value_dim = _split_dim(eqn.out, axis)
+        self.dim = next((dim for dim in (value_dim, member_dim) if dim is not None), 0)
+        self.from_dim = self.dim if member_dim is None else member_dim
         self.wire = wire_dtype(eqn, eqn.ins[0])
         self.is_reduced_by_ranks = False
         self.partial = self.wire
@@ -552,13 +552,10 @@ def _is_same_memory(send: torch.Tensor, term: torch.Tensor) -> bool:
     return send.data_ptr() == term.data_ptr()
 
 
-def _split_dim(eqn: Eqn, axis: str) -> int:
-    """The dim along which the members, or the results, are split over the axis; 0 if none is split."""
-    for v in (*eqn.ins, *eqn.results):
-        split = on_axis(v.layout, axis)
-        if isinstance(split, Split):
-            return split.dim
-    return 0
+def _split_dim(v: Var, axis: str) -> int | None:
+    """The dim along which a member, or a result, is split over the axis; None if it is not split."""
+    split = on_axis(v.layout, axis)
+    return split.dim if isinstance(split, Split) else None
 
 
 def _dim_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -17,14 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 
 from ..ir.collectives import (
-    ALL_GATHER,
-    SHARD,
     all_to_all,
     bucket_key,
     coalesce,
@@ -104,11 +102,11 @@ class _OwnedUpdates(Transform):
             )
         found, problems = _chains(graph)
         groups: list[list[Chain]] = []
-        for members in grouped((chain.structure, chain) for chain in found).values():
+        for members in grouped((each.structure, each) for each in found).values():
             ranks = graph.axes[members[0].axis]
             groups += [members[k : k + ranks] for k in range(0, len(members), ranks)]
-        for chain in [group[0] for group in groups if len(group) == 1]:
-            problems.append(chain.note("there is no other one like it left for the other ranks"))
+        for alone in [group[0] for group in groups if len(group) == 1]:
+            problems.append(alone.note("there is no other one like it left for the other ranks"))
         groups = [group for group in groups if len(group) > 1]
         groups.sort(key=lambda group: (group[-1].depth, group[-1].ready))
         return _with_owners(graph, groups).with_hints(
@@ -173,6 +171,26 @@ class Chain:
         eqns = structures(self.eqns, inputs, results, lambda v: v.type)
         return eqns, shards, ends, self.depth
 
+    @property
+    def problem(self) -> str | None:
+        """Why one rank cannot compute this chain for all, or None."""
+        axis = self.axis
+        results = producers(self.eqns)
+        for start in self.gathers:
+            if start.kwargs["axis"] != axis or start.ins[0].layout != (start.ins[0].split,):
+                return "its values are cut over several axes"
+        for e in self.eqns:
+            if rules(e).remote:
+                return f"{op_name(e.op)} sends messages of its own"
+        for exit in self.exits:
+            if exit.value not in results:
+                return f"{exit.value.name} is read whole elsewhere too"
+            if exit.placement is None and exit.value.numel > 1:
+                return f"{exit.value.name} is read whole"
+            if exit.placement is not None and exit.placement.axis != axis:
+                return "its results are cut over another axis"
+        return None
+
     def note(self, reason: str) -> str:
         """A note that says why every rank computes this chain. Many chains may have the same."""
         line = where(self.eqns[0].source)
@@ -185,7 +203,8 @@ def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
     pairs = pair(graph)
     gather_of: dict[Var, tuple[Eqn, Eqn]] = {}
     for start, paired in pairs.starts.items():
-        if start.op is ALL_GATHER and role(start) == "update" and len(start.outs) == 1:
+        is_whole_after = rules(start).moves and not start.out.layout
+        if is_whole_after and role(start) == "update" and len(start.outs) == 1:
             wait = graph.eqns[paired.first_wait]
             gather_of[wait.out] = start, wait
 
@@ -210,12 +229,11 @@ def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
     notes: list[str] = []
     outputs = set(variables(graph.outputs))
     for eqns in grouped((leader_of(e.out), e) for e in inside).values():
-        chain = _chain(eqns, gather_of, users(graph), outputs)
-        problem = _problem(chain)
-        if problem is None:
-            found.append(chain)
+        new = _chain(eqns, gather_of, users(graph), outputs)
+        if new.problem is None:
+            found.append(new)
         else:
-            notes.append(chain.note(problem))
+            notes.append(new.note(new.problem))
     return _as_they_get_ready(graph, found), notes
 
 
@@ -233,51 +251,33 @@ def _chain(
     outside = tuple(v for v in inputs if v not in gather_of)
     exits: list[Exit] = []
     for v in (*gathered, *makers):
-        value = v
-        casts: list[Eqn] = []
-        while value in makers and _widens(makers[value]):
-            casts.insert(0, makers[value])
-            value = makers[value].ins[0]
+        value, casts = _before_widening(v, makers)
         others = [e for e in readers.get(v, ()) if e not in members]
-        cuts = [e for e in others if e.op is SHARD]
+        cuts = [e for e in others if e.out.layout and not any(x.layout for x in e.ins)]
         for cut in cuts:
-            exits.append(Exit(value, tuple(casts), cut.out, cut))
+            exits.append(Exit(value, casts, cut.out, cut))
         if len(others) > len(cuts) or v in outputs:
-            exits.append(Exit(value, tuple(casts), v, None))
+            exits.append(Exit(value, casts, v, None))
     return Chain(dict(gather_of[v] for v in gathered), tuple(eqns), outside, tuple(exits))
 
 
-def _widens(e: Eqn) -> bool:
-    """Whether an equation is a cast to more bytes, so that its argument is sent back in place of its result."""
-    return e.op is CAST and e.ins[0].dtype.itemsize < e.out.dtype.itemsize
-
-
-def _problem(chain: Chain) -> str | None:
-    """Why one rank cannot compute a chain for all, or None."""
-    axis = chain.axis
-    results = producers(chain.eqns)
-    if any(start.ins[0].layout != (start.ins[0].split,) for start in chain.gathers):
-        return "its values are cut over several axes"
-    if any(start.kwargs["axis"] != axis for start in chain.gathers):
-        return "its values are cut over several axes"
-    for e in chain.eqns:
-        if rules(e).remote:
-            return f"{op_name(e.op)} sends messages of its own"
-    for exit in chain.exits:
-        if exit.value not in results:
-            return f"{exit.value.name} is read whole elsewhere too"
-        if exit.placement is None and exit.value.numel > 1:
-            return f"{exit.value.name} is read whole"
-        if exit.placement is not None and exit.placement.axis != axis:
-            return "its results are cut over another axis"
-    return None
+def _before_widening(v: Var, makers: Mapping[Var, Eqn]) -> tuple[Var, tuple[Eqn, ...]]:
+    """The value of which `v` is a cast to more bytes, and the casts: that value is sent back in place of `v`."""
+    casts: list[Eqn] = []
+    while v in makers and makers[v].op is CAST:
+        cast = makers[v]
+        if cast.ins[0].dtype.itemsize >= v.dtype.itemsize:
+            break
+        casts.insert(0, cast)
+        v = cast.ins[0]
+    return v, tuple(casts)
 
 
 def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> list[Chain]:
     """The chains sorted by their places, which become known here. A chain that needs its own results is left out."""
     bit_of: dict[Eqn, int] = {}
-    for k, chain in enumerate(found):
-        bit_of.update(dict.fromkeys(chain.eqns, 1 << k))
+    for k, each in enumerate(found):
+        bit_of.update(dict.fromkeys(each.eqns, 1 << k))
     chains_before: dict[Var, int] = {}  # as bits
     ready: dict[Var, int] = {}
     for place, e in enumerate(graph.eqns):
@@ -290,121 +290,133 @@ def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> list[Chain]:
         ready.update(dict.fromkeys(e.results, last_product))
 
     sorted_chains = []
-    for k, chain in enumerate(found):
+    for k, each in enumerate(found):
         bits = 0
-        for v in (*(start.ins[0] for start in chain.gathers), *chain.outside):
+        for v in (*(start.ins[0] for start in each.gathers), *each.outside):
             bits |= chains_before.get(v, 0)
         if not bits & 1 << k:
-            place = max(ready.get(start.ins[0], 0) for start in chain.gathers)
+            place = max(ready.get(start.ins[0], 0) for start in each.gathers)
             # A chain needs all chains that those before it need, so depths grow from chain to chain.
-            sorted_chains.append(dataclasses.replace(chain, ready=place, depth=bits.bit_count()))
-    return sorted(sorted_chains, key=lambda chain: chain.ready)
+            sorted_chains.append(dataclasses.replace(each, ready=place, depth=bits.bit_count()))
+    return sorted(sorted_chains, key=lambda each: each.ready)
 
 
 # ---- the new program
 
 
-@dataclass
-class Exchange:
-    """The new equations of a group, in which each rank owns one chain; left over ranks repeat the last one.
+class _Exchange:
+    """The new equations of a group, in which each rank owns one chain; ranks that are left over repeat the last one.
 
     Attributes:
         there: what sends the shards of each matrix to its owner.
         owned: the chain on each rank, and what sends its results.
         back: what waits for the results, and makes the values that the program reads.
-        scalars: the scalars of the chains that the program reads, with what it reads in their place.
+        scalars: for each scalar of a chain that the program reads, what it reads in its place; also of groups before.
     """
 
-    there: list[Eqn]
-    owned: list[Eqn]
-    back: list[Eqn]
-    scalars: dict[Var, Var]
+    def __init__(
+        self, graph: Graph, group: Sequence[Chain], names: Names, scalars: dict[Var, Var]
+    ) -> None:
+        self.group = group
+        self.names = names
+        self.axis = group[0].axis
+        self.ranks = graph.axes[self.axis]
+        paths: dict[str, None] = {}
+        for start in chain.from_iterable(each.gathers for each in group):
+            if start.provenance is not None:
+                paths.update(dict.fromkeys(start.provenance.paths))
+        provenance = Provenance("update", tuple(paths), self.axis)
+        self.site = Site("update", group[0].eqns[0].source, names.fresh, provenance)
+        self.there: list[Eqn] = []
+        self.owned: list[Eqn] = []
+        self.back: list[Eqn] = []
+        self.scalars = scalars
 
+        own = self._gathered_by_owners() | self._from_outside()
+        for e in group[0].eqns:
+            self.owned.append(e.with_inputs(lambda v: own.get(v, v)))
+        self._send_back()
 
-def _exchange(graph: Graph, group: Sequence[Chain], names: Names) -> Exchange:
-    """Write the equations of a group."""
-    first, axis = group[0], group[0].axis
-    ranks = graph.axes[axis]
-    source = first.eqns[0].source
-    paths = dict.fromkeys(
-        path
-        for chain in group
-        for start in chain.gathers
-        if start.provenance is not None
-        for path in start.provenance.paths
-    )
-    site = Site("update", source, names.fresh, Provenance("update", tuple(paths), axis))
-    new = Exchange([], [], [], {})
+    def _gathered_by_owners(self) -> dict[Var, Var]:
+        """Send the shards. Returns: for each gathered value of the first chain, what a rank has in its place."""
+        starts: list[Eqn] = []
+        value_of: dict[Var, Var] = {}
+        for k, (gather, gather_wait) in enumerate(self.group[0].gathers.items()):
+            stack = self._stacked([list(each.gathers)[k].ins[0] for each in self.group])
+            name = self.names.fresh(f"{gather_wait.out.name}.owned")
+            start = all_to_all([stack], [name], self.axis, 0)
+            future = dataclasses.replace(start.out, dtype=gather.out.dtype)
+            starts.append(start.replace(outs=(future,), kwargs=gather.kwargs))
+            value_of[future] = gather_wait.out
+        own: dict[Var, Var] = {}
+        for same_message in grouped((bucket_key(start), start) for start in starts).values():
+            start, _ = self.site.start_and_wait(coalesce(same_message))
+            self.there.append(start)
+            for future in start.results:
+                self.owned.append(wait(future).like(start))
+                own[value_of[future]] = self._own_row(self.owned[-1].out)
+        return own
 
-    def stacked(values: Sequence[Var]) -> Var:
+    def _from_outside(self) -> dict[Var, Var]:
+        """What a rank has in place of other values that differ from chain to chain, such as counts of steps."""
+        own: dict[Var, Var] = {}
+        for k, v in enumerate(self.group[0].outside):
+            of_chains = [self.scalars.get(x, x) for x in (each.outside[k] for each in self.group)]
+            own[v] = of_chains[0]
+            if len(set(of_chains)) > 1:
+                cut = shard(
+                    self._stacked(of_chains), self.names.fresh(f"{v.name}.shard"), self.axis
+                )
+                self.owned.append(cut.replace(region="update", source=self.site.source))
+                own[v] = self._own_row(cut.out)
+        return own
+
+    def _stacked(self, values: Sequence[Var]) -> Var:
         """A value with a row for each rank."""
         v = values[0]
-        layout = tuple(Split(axis, split.dim + 1) for split in v.layout if isinstance(split, Split))
-        out = Var(names.fresh(f"{v.name}.stack"), v.dtype, (ranks, *v.shape), layout)
-        of_ranks = [*values, *[values[-1]] * (ranks - len(values))]
-        new.there.append(site.equation(aten.stack.default, (of_ranks,), out))
+        layout = tuple(Split(self.axis, p.dim + 1) for p in v.layout if isinstance(p, Split))
+        name = self.names.fresh(f"{v.name}.stack")
+        out = Var(name, v.dtype, (self.ranks, *v.shape), layout)
+        of_ranks = [*values, *[values[-1]] * (self.ranks - len(values))]
+        self.there.append(self.site.equation(aten.stack.default, (of_ranks,), out))
         return out
 
-    def own_row(v: Var, name: str) -> Var:
-        new.owned.append(row(v, names.fresh(f"{name}.own"), axis, region="update", source=source))
-        return new.owned[-1].out
+    def _own_row(self, v: Var) -> Var:
+        own = row(v, self.names.fresh(f"{v.name}.row"), self.axis, region="update")
+        self.owned.append(own.replace(source=self.site.source))
+        return own.out
 
-    own: dict[Var, Var] = {}  # what this rank reads in place of a value of the first chain
-    starts: list[Eqn] = []
-    gathered_by: dict[Var, Var] = {}
-    for k, (gather, gather_wait) in enumerate(first.gathers.items()):
-        stack = stacked([list(chain.gathers)[k].ins[0] for chain in group])
-        start = all_to_all([stack], [names.fresh(f"{stack.name}.owned")], axis, 0)
-        future = dataclasses.replace(start.out, dtype=gather.out.dtype)
-        starts.append(start.replace(outs=(future,), kwargs=gather.kwargs))
-        gathered_by[future] = gather_wait.out
-    for same_message in grouped((bucket_key(start), start) for start in starts).values():
-        start, _ = site.start_and_wait(coalesce(same_message))
-        new.there.append(start)
-        for future in start.results:
-            new.owned.append(wait(future).like(start))
-            value = gathered_by[future]
-            own[value] = own_row(new.owned[-1].out, value.name)
-    for k, v in enumerate(first.outside):
-        of_chains = [chain.outside[k] for chain in group]
-        if len(set(of_chains)) > 1:
-            cut = shard(stacked(of_chains), names.fresh(f"{v.name}.shard"), axis, region="update")
-            new.owned.append(cut.replace(source=source))
-            own[v] = own_row(cut.out, v.name)
+    def _send_back(self) -> None:
+        """Send the results of all ranks to where the program reads them."""
+        sent_back: dict[tuple[Var, Split | None], Var] = {}
+        for k, exit in enumerate(self.group[0].exits):
+            v, to = exit.value, exit.placement
+            if (v, to) not in sent_back:
+                of_owners = rows(v, self.names.fresh(f"{v.name}.rows"), self.axis, self.ranks)
+                self.owned.append(of_owners.replace(region="update", source=self.site.source))
+                split = None if to is None else Split(self.axis, to.dim + 1)
+                moves, moved = redistribute(of_owners.out, split, self.site, f"{v.name}.back")
+                self.owned += moves[:-1]
+                self.back.append(moves[-1])
+                sent_back[v, to] = moved
+            for index, each in enumerate(self.group):
+                self._read_back(each.exits[k], sent_back[v, to], index)
 
-    for e in first.eqns:
-        new.owned.append(e.with_inputs(lambda v: own.get(v, v)))
-    sent_back: dict[tuple[Var, Split | None], Var] = {}
-    for k, exit in enumerate(first.exits):
-        to = None if exit.placement is None else Split(axis, exit.placement.dim + 1)
-        if (exit.value, to) not in sent_back:
-            name = f"{exit.value.name}.rows"
-            of_owner = rows(exit.value, names.fresh(name), axis, ranks, region="update")
-            moves, sent_back[exit.value, to] = redistribute(of_owner.out, to, site, f"{name}.back")
-            new.owned += (of_owner.replace(source=source), *moves[:-1])
-            new.back.append(moves[-1])
-        for i, chain in enumerate(group):
-            _read_back(chain.exits[k], sent_back[exit.value, to], i, names, new)
-    return new
-
-
-def _read_back(exit: Exit, sent_back: Var, index: int, names: Names, new: Exchange) -> None:
-    """Write the equations that make a value that the program reads from row `index` of the values sent back."""
-    layout = () if exit.placement is None else (exit.placement,)
-    value = sent_back
-    steps: list[tuple[Any, tuple, dict[str, Any]]] = [(aten.select.int, (0, index), {})]
-    steps += [(cast.op, (), dict(cast.kwargs)) for cast in exit.casts]
-    for step, (op, args, kwargs) in enumerate(steps):
-        is_last = step == len(steps) - 1
-        dtype = kwargs.get("dtype", value.dtype)
-        out = Var(names.fresh(exit.value.name), dtype, exit.value.shape, layout)
-        if is_last and exit.shard is not None:
-            out = exit.read
-        eqn = Eqn(op, (value, *args), (out,), kwargs)
-        new.back.append(eqn.like(exit.shard or new.back[0], "update"))
-        value = out
-    if exit.shard is None:
-        new.scalars[exit.read] = value
+    def _read_back(self, exit: Exit, sent_back: Var, index: int) -> None:
+        """Make the value that the program reads from row `index` of the values that were sent back."""
+        layout = () if exit.placement is None else (exit.placement,)
+        v = dataclasses.replace(exit.value, name=self.names.fresh(exit.value.name), layout=layout)
+        eqns = [Eqn(aten.select.int, (sent_back, 0, index), (v,))]
+        for cast in exit.casts:
+            wide = dataclasses.replace(
+                cast.out, name=self.names.fresh(cast.out.name), layout=layout
+            )
+            eqns.append(Eqn(cast.op, (eqns[-1].out,), (wide,), cast.kwargs))
+        if exit.shard is None:
+            self.scalars[exit.read] = eqns[-1].out
+        else:
+            eqns[-1] = eqns[-1].replace(outs=(exit.read,))
+        self.back += [e.like(exit.shard or self.back[0], "update") for e in eqns]
 
 
 def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
@@ -423,20 +435,19 @@ def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
     scalars: dict[Var, Var] = {}
     new_eqns: list[Eqn] = []
     for k, group in enumerate(groups):
-        new = _exchange(graph, group, names)
+        new = _Exchange(graph, group, names, scalars)
         turn.update(dict.fromkeys(new.owned, 2 * k + 1))
         turn.update(dict.fromkeys(new.back, 2 * k + 4))
         new_eqns += (*new.there, *new.owned, *new.back)
         # What a group sends is stacked when the last of it exists, and not before the update.
         sent = [v for e in new.there for v in e.ins if v in makers]
-        first_gather = min(place[start] for chain in group for start in chain.gathers)
+        first_gather = min(place[start] for each in group for start in each.gathers)
         place.update(
             dict.fromkeys(new.there, max([place[makers[v]] for v in sent], default=first_gather))
         )
-        scalars |= new.scalars
-        for chain in group:
-            dropped |= {*chain.eqns, *chain.gathers, *chain.gathers.values()}
-            dropped |= {exit.shard for exit in chain.exits}
+        for each in group:
+            dropped |= {*each.eqns, *each.gathers, *each.gathers.values()}
+            dropped |= {exit.shard for exit in each.exits}
 
     def read(v: Var) -> Var:
         return scalars.get(v, v)
@@ -448,12 +459,17 @@ def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
             place[kept[-1]] = place[e]
     outputs = substitute(graph.outputs, read)
     program = graph.replace(eqns=(*kept, *new_eqns), outputs=outputs)
+    return dce(_in_turns(program, turn, place))
+
+
+def _in_turns(program: Graph, turn: dict[Eqn, int], place: dict[Eqn, int]) -> Graph:
+    """The program sorted by turns, then by places. What reads results of a group takes their turn, which is even."""
     needs = prerequisites(program)
-    for earlier, later in pairwise(e for e in kept if is_random(e) or is_user_collective(e)):
+    in_given_order = [e for e in program.eqns if is_random(e) or is_user_collective(e)]
+    for earlier, later in pairwise(in_given_order):
         needs[later].append(earlier)
     for e in reordered(program, lambda e: 0, needs).eqns:
-        needed_turns = [turn[x] for x in needs[e] if turn[x] % 2 == 0]
-        turn[e] = max([turn.get(e, 0), *needed_turns])
-        if e not in place:
-            place[e] = max([place[x] for x in needs[e]], default=0)
-    return dce(reordered(program, lambda e: (turn[e], place[e]), needs))
+        turns_of_results = [turn[x] for x in needs[e] if turn[x] % 2 == 0]
+        turn[e] = max([turn.get(e, 0), *turns_of_results])
+        place.setdefault(e, max([place[x] for x in needs[e]], default=0))
+    return reordered(program, lambda e: (turn[e], place[e]), needs)

@@ -160,7 +160,7 @@ class StreamedStart(Start):
             send_buffers = [torch.view_as_real(x).view(-1) for x in send_buffers]
         if self.collective is ALL_GATHER or self.transport.way == "terms":
             self._call_gather(received, send_buffers)
-        elif self.is_exchanged or self.collective is ALL_TO_ALL:
+        elif self.is_exchanged or self.from_dim != self.dim:
             self._call_exchange(received, send_buffers)
         elif self.collective is ALL_REDUCE:
             options = self._options(AllreduceCoalescedOptions())
