@@ -67,6 +67,7 @@ class Options:
             update=chance.choice(["eager", "eager", "last"]),
         )
         after = [t for t in (overlap, zt.fuse_cast_gather()) if chance.random() < 0.7]
+        after += [zt.owned_updates()] if chance.random() < 0.3 else []
         after += [t for t in as_written if t not in first]
         chance.shuffle(after)
         prefetch = (
