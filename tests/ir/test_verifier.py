@@ -11,7 +11,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_start, wait
 from ztrans.ir.collectives import SHARD as SHARD_OP
-from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var, rename
 from ztrans.ir.marks import ACCUMULATE, GRADIENT
 from ztrans.ir.verifier import ProgramError, check_interface
 
@@ -54,12 +54,27 @@ def narrower(graph):
     return graph.replace(eqns=(*graph.eqns, cast), outputs=(half, *graph.outputs[1:]))
 
 
+def without_reductions(graph):
+    """Each gradient reaches the update without its all_reduce."""
+    waits = {w.ins[0]: w for w in graph.eqns if w.op is WAIT}
+    terms = {}
+    dropped = set()
+    for e in graph.eqns:
+        if e.op is ALL_REDUCE and e.provenance.role == "grad":
+            awaited = waits[e.out]
+            terms[awaited.out] = e.ins[0]
+            dropped |= {e, awaited}
+    kept = tuple(e for e in graph.eqns if e not in dropped)
+    return rename(graph.replace(eqns=kept), terms)
+
+
 HOW = {
     "nothing": lambda graph: graph,
     "without_waits": without_waits,
     "twice": twice,
     "backwards": backwards,
     "narrower": narrower,
+    "without_reductions": without_reductions,
     "fewer outputs": lambda graph: graph.replace(outputs=graph.outputs[:-1]),
     "fewer inputs": lambda graph: graph.replace(inputs=graph.inputs[:-1]),
     "other state": lambda graph: graph.replace(num_state=graph.num_state - 1),
@@ -123,6 +138,16 @@ def test_a_transform_must_keep_the_inputs_of_the_program():
         check_interface(graph, renamed)
     with pytest.raises(ProgramError, match=r"stranger: .* of the batch is not an input"):
         check_interface(graph, graph.replace(batch=frozenset([Var("stranger", x.dtype, ())])))
+
+
+def test_a_transform_keeps_the_new_state_equal_on_all_ranks():
+    whole = zt.shard_params(zt.AbstractMesh(dp=4), stage=0)
+    with pytest.raises(ProgramError) as error:
+        on_ranks(CASES["mlp_momentum"], 4, whole, Rewrite("without_reductions"))
+    assert str(error.value).splitlines()[0] == (
+        "mine(how='without_reductions') made a program that is not well formed: the new value of params.0.weight "
+        "differs over dp, and was equal there: it has lost a reduction."
+    )
 
 
 def test_neighbours_divide_the_ranks_of_their_axis():

@@ -103,7 +103,11 @@ class Rules:
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         """The axes over which the results differ from rank to rank; `axes_of` has the axes of the arguments."""
-        return INVARIANT.union(*(axes_of.get(v, ()) for v in eqn.ins))
+        axes = INVARIANT
+        for v in eqn.ins:
+            if v in axes_of:
+                axes |= axes_of[v]
+        return axes
 
     def shares_storage(self, eqn: Eqn) -> bool:
         """Whether the results share the storage of the first argument."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .axes import members
+from .cached_analysis import cached_on_graph
 from .collectives import role, rules
 from .dependencies import needed
 from .graph import Eqn, Graph, Var, producers
@@ -19,12 +20,13 @@ from .op_facts import is_random
 from .rules import Axes
 from .user_collectives import is_user_start, scatters
 
-Varying = dict[Var, Axes]
+Varying = Mapping[Var, Axes]
 
 
-def varying(graph: Graph, axes: Sequence[str]) -> Varying:
+@cached_on_graph
+def varying(graph: Graph, axes: tuple[str, ...]) -> Varying:
     """For each varying value, the axes over which it differs. A value that is not in the result is invariant."""
-    axes_of: Varying = {v: frozenset(axes) for v in graph.batch}
+    axes_of: dict[Var, Axes] = {v: frozenset(axes) for v in graph.batch}
     for eqn in graph.eqns:
         is_draw = is_random(eqn) and not _draws_on_shards(eqn, axes_of)
         result_axes = frozenset(axes) if is_draw else rules(eqn).varies(eqn, axes_of)
@@ -41,7 +43,7 @@ def varying_by_leaf(graph: Graph, leaves: Mapping[Var, Axes], axes: Sequence[str
         leaves: the axes over which each leaf differs. In expert parallelism, each rank of an axis holds other experts.
         axes: all axes over which a value may differ.
     """
-    axes_of: Varying = {leaf: leaf_axes for leaf, leaf_axes in leaves.items() if leaf_axes}
+    axes_of: dict[Var, Axes] = {leaf: leaf_axes for leaf, leaf_axes in leaves.items() if leaf_axes}
     for eqn in graph.eqns:
         result_axes = rules(eqn).varies(eqn, axes_of)
         if scatters(eqn):

@@ -6,7 +6,8 @@ from .axes import whole_axis, with_joint_sizes
 from .collectives import rules
 from .copies import is_copy
 from .graph import Eqn, Graph, Var, producers, variables
-from .rules import Rules
+from .rules import INVARIANT, Rules
+from .varying import varying
 
 
 class ProgramError(ValueError):
@@ -152,9 +153,10 @@ def check_interface(before: Graph, after: Graph, micro: int = 1) -> None:
     """Verify that a rewritten program has the same inputs and outputs as before; layouts may differ.
 
     It may have more outputs after the old ones, with their names in `Graph.added`. If `before` is the program of one of
-    `micro` micro-batches, `after` may have the rows of all of them in its inputs.
+    `micro` micro-batches, `after` may have the rows of all of them in its inputs. Each leaf of the new state that was
+    equal on all ranks of a sharded program still is.
 
-    Raises: ProgramError that names the input, or gives the number of outputs.
+    Raises: ProgramError that names the input or the leaf, or gives the number of outputs.
     """
     if after.num_state != before.num_state:
         raise ProgramError(f"{after.num_state} inputs are state, and {before.num_state} were")
@@ -184,3 +186,23 @@ def check_interface(before: Graph, after: Graph, micro: int = 1) -> None:
     not_inputs = after.batch.difference(after.inputs)
     if not_inputs:
         raise ProgramError(f"{', '.join(map(str, not_inputs))} of the batch is not an input")
+    if before.mesh and after.mesh == before.mesh:
+        _check_equal_on_ranks(before, after)
+
+
+def _check_equal_on_ranks(before: Graph, after: Graph) -> None:
+    """Check that no leaf of the new state differs over more axes of the mesh than before the rewrite.
+
+    The batch counts as different over all axes, because a program does not say over which it is. So a leaf that is
+    equal thanks to collectives of the step itself is not checked.
+    """
+    axes = tuple(axis for axis, _ in after.mesh)
+    old_axes = varying(before, axes)
+    new_axes = varying(after, axes)
+    for leaf, old, new in zip(after.state, before.new_state, after.new_state):
+        more = new_axes.get(new, INVARIANT) - old_axes.get(old, INVARIANT)
+        if more:
+            raise ProgramError(
+                f"the new value of {leaf.name} differs over {', '.join(sorted(more))}, and was equal there: it has "
+                f"lost a reduction"
+            )

@@ -11,7 +11,7 @@ MAML, each rank has tasks of its own, and their gradients may not be averaged. T
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ..ir.graph import Eqn, Graph, Var
 from ..ir.marks import differentiated_gradients, reduced_values
@@ -19,7 +19,7 @@ from ..ir.source import where
 from ..ir.varying import varying
 
 
-def warn_of_inner_gradients(graph: Graph, axes: Sequence[str]) -> None:
+def warn_of_inner_gradients(graph: Graph, axes: tuple[str, ...]) -> None:
     """Warn once if a plain program computes forward from a gradient that is averaged, and differentiates through it."""
     differentiated = differentiated_gradients(graph)
     if not differentiated:

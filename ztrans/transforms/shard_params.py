@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -332,7 +332,7 @@ def _as_tuple(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
 
 
-def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
+def _warn_of_psum_quotients(graph: Graph, axes: tuple[str, ...]) -> None:
     """Warn of a loss that is divided by a `psum`: its mean over n ranks is 1/n of the mean over all samples.
 
         loss = loss_sum / zt.psum(count)     -->     loss = zt.global_mean(loss_sum, count)
@@ -359,7 +359,7 @@ def _warn_of_psum_quotients(graph: Graph, axes: Sequence[str]) -> None:
 class _PsumQuotients:
     """Finds the places where a plain program divides a value by a `psum` and averages the quotient."""
 
-    def __init__(self, graph: Graph, axes: Sequence[str], ranks: int) -> None:
+    def __init__(self, graph: Graph, axes: tuple[str, ...], ranks: int) -> None:
         self.ranks = ranks
         self.varying = varying(graph, axes)
         self.makers = producers(graph.eqns)
