@@ -81,7 +81,10 @@ class Options:
             chance.choice(["ethernet-1g", "infiniband"]),
         )
         if chance.random() < 0.25:
-            after.append(zt.offload(where="*", across_steps=chance.random() < 0.3, at_least=0))
+            across_steps, gradients = (chance.random() < 0.3 for _ in range(2))
+            after.append(
+                zt.offload(where="*", gradients=gradients, across_steps=across_steps, at_least=0)
+            )
         return Options(
             ranks,
             hosts,

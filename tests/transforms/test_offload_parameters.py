@@ -15,6 +15,7 @@ from ztrans.ir.copies import TO_DEVICE, TO_HOST
 from ztrans.ir.liveness import liveness
 
 EVERYTHING = zt.offload(where="*", at_least=0)
+WITH_GRADIENTS = zt.offload(where="*", gradients=True, at_least=0)
 MESH = zt.AbstractMesh(dp=2)
 WIDTH = 64
 
@@ -91,16 +92,63 @@ def test_ranks_have_the_same_bits(stage, schedules):
     assert same(*results)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("schedules", [(), ALL], ids=["as written", "scheduled"])
+def test_gradients_that_wait_for_their_norm_may_wait_on_the_host(stage, schedules):
+    case = CASES["clipped"]
+    results = []
+    for transforms in ((), (WITH_GRADIENTS,)):
+        low = on_ranks(case, 2, zt.shard_params(MESH, stage=stage), *transforms, *schedules)
+        state = case.state()
+        for each in batches(case, 2):
+            state, outputs = low.lockstep(state, slices(each, 2))
+        results.append((state, outputs))
+    assert same(*results)
+    leave = [e for e in low.graph.eqns if e.op is TO_HOST and "over" not in e.kwargs]
+    assert len(leave) == len(case.state()["params"])
+
+
+def test_gradients_on_the_host_are_not_on_the_device_when_backward_ends():
+    """Each norm is computed before its gradient leaves."""
+
+    def clipped(state, x):
+        params = {k: w.detach().requires_grad_() for k, w in state["params"].items()}
+        y = x
+        for w in params.values():
+            y = torch.tanh(y @ w)
+        loss = y.square().mean()
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+        scale = torch.stack([g.square().sum() for g in grads.values()]).sum().rsqrt()
+        m = {k: 0.9 * m + scale * grads[k] for k, m in state["m"].items()}
+        return {"params": {k: w - m[k] for k, w in state["params"].items()}, "m": m}, loss.detach()
+
+    shard = zt.shard_params(zt.AbstractMesh(dp=1))
+    peaks = []
+    for transform in (EVERYTHING, WITH_GRADIENTS):
+        step = zt.chain(shard, transform, zt.overlap_grads(bucket=0))(clipped)
+        low = step.lower(layers_state(16), X)
+        peaks.append(low.memory_analysis().peak)
+    assert peaks[1] < peaks[0] / 2
+    state, (loss,) = low.lockstep(layers_state(16), [(X,)])
+    plain = zt.Step.of(clipped)
+    assert same((state, loss), plain(plain.shard(layers_state(16)), X))
+
+
+def test_an_update_that_waits_for_nothing_keeps_its_gradient():
+    low = WITH_GRADIENTS(layers_step).lower(layers_state(), X)
+    assert all("over" in e.kwargs for e in low.graph.eqns if e.op is TO_HOST)
+
+
 def test_micro_batches_have_the_same_bits():
     case = CASES["clipped"]
     results = []
-    for transforms in ((), (EVERYTHING,)):
+    for transforms in ((), (EVERYTHING,), (WITH_GRADIENTS,)):
         step = zt.chain(zt.accumulate(2), *transforms)(case.step)
         state = step.shard(case.state())
         for each in batches(case, 2):
             state, output = step(state, *each)
         results.append((state, output))
-    assert same(*results)
+    assert same(*results[:2]) and same(*results[1:])
 
 
 def test_a_leaf_comes_in_once_for_each_region_and_leaves_once():

@@ -147,3 +147,12 @@ def other_memory(copy: Eqn) -> MemoryKind:
     """The memory that is not the device's, from or to which a copy goes."""
     source = copy.ins[0].memory
     return copy.out.memory if source == "device" else source
+
+
+def returns_to_device(eqn: Eqn) -> bool:
+    """Whether the equation copies a value to the device that the program has computed, and not a leaf of the state."""
+    return (
+        is_copy(eqn)
+        and eqn.out.memory == "device"
+        and not (eqn.provenance and eqn.provenance.paths)
+    )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..ir.cached_analysis import cached_on_graph
 from ..ir.collectives import rules
+from ..ir.copies import returns_to_device
 from ..ir.dependencies import needed
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Var, users, variables
@@ -57,7 +58,7 @@ def movable_eqns(s: Skeleton) -> Movable:
     after_reductions: list[Eqn] = []
     state_only: dict[Var, Eqn] = {}
     for e in s.ops:
-        if e.region != "update" or rules(e).remote or is_random(e):
+        if e.region != "update" or rules(e).remote or is_random(e) or returns_to_device(e):
             continue
         if any(v in reduced for v in e.ins):
             after_reductions.append(e)

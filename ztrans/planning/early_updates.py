@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from ..ir.collectives import rules
+from ..ir.copies import returns_to_device
 from ..ir.dependencies import grouped
 from ..ir.donation import donation
 from ..ir.graph import Eqn, Graph, Primitive, Var, producers
@@ -47,7 +48,8 @@ def _may_move(e: Eqn) -> bool:
     if e.region != "update":
         return False
     if rules(e).copies:
-        return True  # it moves with its update, and `place_copies` places it later
+        # It moves with its update, and `place_copies` places it later; but a gradient returns for the update alone.
+        return not returns_to_device(e)
     # Messages and random draws keep their order.
     return not (isinstance(e.op, Primitive) or rules(e).remote or is_random(e))
 

@@ -1,6 +1,7 @@
 """Choose the order of a program with hints, and record in a plan what was chosen and why.
 
-The budget of the solver is the limit of the step, which a transform or the device sets. Without a limit, it is a little
+The budget of the solver is the limit of the step, which a transform or the device sets, less some room for copies of
+leaves. Without a limit, it is a little
 more than the program needs as written. If no schedule fits the budget, updates run last. If none fits then either, a
 program with a limit keeps its order or is refused; without a limit, the plan exceeds the budget by as little as it can,
 and its notes say so.
@@ -25,6 +26,7 @@ from .early_updates import with_early_updates
 from .formulate import formulate, with_arrivals
 from .levers import lever_notes, pulled_levers
 from .limit import DoesNotFit, does_not_fit
+from .place_copies import room_for_copies
 from .plan import WRITTEN, Plan
 from .plan_names import buckets_by_name
 from .realise import realise, without_hints
@@ -79,7 +81,9 @@ def plan_order(graph: Graph, cluster: Cluster) -> tuple[Plan, Graph]:
         return _without_collectives(s, cluster)
 
     limit = graph.hints.memory_limit
-    budget = int(memory(graph).peak * (1 + SLACK)) if limit is None else limit
+    budget = int(memory(graph).peak * (1 + SLACK))
+    if limit is not None:
+        budget = max(limit - room_for_copies(graph), 0)
     problem, update, schedule, ordered = _fastest_order(s, cluster, budget)
     planned_memory = memory(ordered)
     if limit is not None and planned_memory.peak > limit:

@@ -48,6 +48,7 @@ from .simulate import simulate
 # Bytes of leaves that are copied as one set: with fewer, launches cost more than copies gain by an earlier start.
 _SET_BYTES = 64 << 20
 _SHARES_OF_STAYS = (0.25, 0.5, 1.0)  # of the room that other values leave
+_AHEAD = 4  # the leaves that are on their way at once: a parameter, two moments, and the next one
 _TRIALS = 4  # each with less memory, because a value cannot be overwritten while it is copied
 
 # The order of the equations at one index: the ones that move there, around the one that was there before.
@@ -102,6 +103,13 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
     program = programs[placed.index(best)]
     within_step = _placed(_in_sets(program, allowed), cluster, allowed, carries=False)
     return _fastest([best, within_step], cluster)
+
+
+def room_for_copies(graph: Graph) -> int:
+    """The bytes that a plan leaves for leaves on their way to the device, which it does not place."""
+    size = local_bytes(graph)
+    arriving = [e.out for e in graph.eqns if is_copy(e) and e.ins[0].memory != "device"]
+    return _AHEAD * max((size(v) for v in arriving if v.memory == "device"), default=0)
 
 
 def _fastest(programs: Sequence[Graph], cluster: Cluster) -> Graph:

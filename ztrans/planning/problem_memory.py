@@ -156,7 +156,9 @@ def _fixed_buffers(uses: _StorageUses, problem: Problem, storage: Storage) -> It
 
     first = s.ops_before[storage.first]
     end = s.ops_before[storage.last + 1]
-    if v in uses.state_only:
+    if v in uses.state_only and v.future and v in uses.group_of and uses.is_temporary(v):
+        pass  # a copy of a leaf to the device: it counts with the temporaries of its update
+    elif v in uses.state_only:
         # It is computed at its place, or before that by the first group that needs it.
         early = first if v in uses.group_of else min(first, s.born[0] + 1)
         yield from between(early, count)

@@ -24,6 +24,7 @@ from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..rewrites.erase import erase_marks
 from .base import Transform, byte_count, constructor, program_shardings
 from .sharding.rank_values import Phase, next_phase
+from .waiting_gradients import gradients_on_host
 
 Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
@@ -35,6 +36,7 @@ def offload(
     *,
     where: Where | None = None,
     memory: int | float | Literal["auto"] | None = None,
+    gradients: bool = False,
     across_steps: bool = False,
     at_least: int | float = 1 << 20,
 ) -> Transform:
@@ -65,15 +67,18 @@ def offload(
         memory: the greatest number of bytes that may be live on the device, a limit on the whole step (the same as in
             `prefetch`). "auto" is the memory of the device, less a reserve, if it is known. By default all values of
             forward stay on the device.
+        gradients: let gradients wait on the host for an update that needs all of them, as clipping by their norm does.
+            Without it they wait on the device. What needs one gradient alone, such as its norm, is computed before.
         across_steps: let the copies of `where`'s leaves to the host continue during the forward of the next step, which
             waits for them. Until then, the values that they copy stay on the device too, within the memory limit.
         at_least: the least size in bytes of a leaf that moves. A copy of a smaller one takes longer to start than it is
             worth.
 
-    Raises: TypeError if `where` is neither of these, if both `where` and `memory` are missing, or for `across_steps`
-        without `where`; ValueError if `memory` or `at_least` is not a number of bytes. When the step is lowered,
-        ValueError if `where` matches no leaf that is large enough, if the step exceeds the limit with everything
-        movable on the host, if it exceeds the cluster's `host_memory`, or for micro-batches with `across_steps`.
+    Raises: TypeError if `where` is neither of these, if both `where` and `memory` are missing, or for `gradients` or
+        `across_steps` without `where`; ValueError if `memory` or `at_least` is not a number of bytes. When the step is
+        lowered, ValueError if `where` matches no leaf that is large enough, if the step exceeds the limit with
+        everything movable on the host, if it exceeds the cluster's `host_memory`, or for micro-batches with
+        `across_steps`.
 
     Source: Ren et al., ZeRO-Offload, 2021; Rajbhandari et al., ZeRO-Infinity, 2021; Rhu et al., vDNN, 2016; the memory
         kinds of JAX.
@@ -86,13 +91,14 @@ def offload(
             "offload: nothing is to be moved. Pass where='optimizer.*.exp_avg*' for state, memory='auto' for values of "
             "forward, or both."
         )
-    if not isinstance(across_steps, bool):
-        raise TypeError(f"offload: across_steps={across_steps!r}; it is True or False.")
-    if across_steps and where is None:
-        raise TypeError(
-            "offload: across_steps=True is for leaves of the state, and `where` chooses none.\n"
-            "Pass where='optimizer.*.exp_avg*', or leave out across_steps."
-        )
+    for option, value in (("gradients", gradients), ("across_steps", across_steps)):
+        if not isinstance(value, bool):
+            raise TypeError(f"offload: {option}={value!r}; it is True or False.")
+        if value and where is None:
+            raise TypeError(
+                f"offload: {option}=True is for leaves of the state, and `where` chooses none.\n"
+                f"Pass where='optimizer.*.exp_avg*', or leave out {option}."
+            )
     limit = byte_count("offload: memory", memory, 1, "auto") if memory is not None else None
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(
@@ -100,7 +106,7 @@ def offload(
             f"where(path, leaf) that returns a bool."
         )
     least = byte_count("offload: at_least", at_least, 0)
-    return Offload(where, limit, across_steps, least)
+    return Offload(where, limit, gradients, across_steps, least)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Offload(Transform):
 
     where: Where | None = None
     memory: int | str | None = None
+    gradients: bool = False
     across_steps: bool = False
     at_least: int = 1 << 20
 
@@ -151,7 +158,8 @@ class Offload(Transform):
         if not memory_of:
             raise _matches_none(where, self.at_least, graph)
         # A mark reads a leaf only to name it.
-        return leaf_by_leaf(_MovingLeaves(erase_marks(graph), memory_of).program())
+        graph = _MovingLeaves(erase_marks(graph), memory_of).program()
+        return leaf_by_leaf(gradients_on_host(graph, self.at_least) if self.gradients else graph)
 
 
 def leaf_by_leaf(graph: Graph) -> Graph:
@@ -184,8 +192,10 @@ def leaf_by_leaf(graph: Graph) -> Graph:
 
 
 def _may_move(e: Eqn) -> bool:
+    # A gradient leaves where it is computed.
+    leaves = is_copy(e) and e.out.memory != "device" and "over" not in e.kwargs
     is_fixed = rules(e).remote or is_random(e) or e.hint is not None
-    return e.region == "update" and not is_fixed
+    return e.region == "update" and not (is_fixed or leaves)
 
 
 def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
