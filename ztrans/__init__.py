@@ -32,6 +32,7 @@ from .transforms.owned_updates import owned_updates
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
+from .transforms.tile import tile
 from .weights import state_dict
 
 __version__ = "0.1.0"
@@ -42,7 +43,7 @@ __all__ = [
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
     "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat",
     "request_stop", "save", "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights",
-    "testing", "write_back",
+    "testing", "tile", "write_back",
 ]  # fmt: skip
 
 

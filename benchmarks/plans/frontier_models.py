@@ -65,9 +65,11 @@ class Wrapped(nn.Module):
         return self.around(self.block, x)
 
 
-def gpt(around: Around = plain, *, layers=10, width=1280, heads=10, sequence=1536, batch=4) -> Made:
+def gpt(
+    around: Around = plain, *, layers=10, width=1280, heads=10, vocab=256, sequence=1536, batch=4
+) -> Made:
     """A GPT in bf16 autocast, with SGD and momentum."""
-    model, params = on_meta(lambda: GPT(Config(layers, width, heads, 256, sequence)))
+    model, params = on_meta(lambda: GPT(Config(layers, width, heads, vocab, sequence)))
     model.blocks = nn.ModuleList(Wrapped(block, around) for block in model.blocks)
     params = {k: p.detach() for k, p in model.named_parameters()}
 

@@ -235,7 +235,7 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
     # The running mean and variance are arguments 3 and 4, and so are their new values among the results.
     if e.op is _BATCH_NORM:
         yield batch_norm_over, list(zip(e.args[3:5], e.outs[3:5]))
-    elif twin is not None:
+    elif twin is not None and not (op_facts(e.op).adds and e.args[0] in e.ins[1:]):
         yield twin, _overwritten(e, twin)
 
     # A twin writes over its first argument only. Arithmetic may also write over the second one.
@@ -247,9 +247,9 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
 
 @functools.cache
 def in_place(op: Any) -> Any:
-    """The in-place twin of an elementwise operation or of the update of a fused optimizer, or None."""
+    """The in-place twin of an elementwise operation, of a sum with a product, or of a fused optimizer, or None."""
     facts = op_facts(op)
-    if not (facts.pointwise or facts.fused_update):
+    if not (facts.pointwise or facts.adds or facts.fused_update):
         return None
     name = facts.name.split("::")[-1]
     packet = getattr(getattr(torch.ops, op.namespace), f"{name}_", None)

@@ -55,6 +55,7 @@ class OpFacts:
         arithmetic: it is a sum, a difference, a product or a quotient. It may write over an argument even if its
             arguments have different strides.
         commutes: exchanging its first two arguments changes nothing.
+        adds: it adds to its first argument, and may write the sum over it if it does not read that elsewhere.
         cheap: it takes only the time to read the arguments and write the result, like an elementwise operation.
         fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
     """
@@ -74,6 +75,7 @@ class OpFacts:
     by_row: bool = False
     arithmetic: bool = False
     commutes: bool = False
+    adds: bool = False
     cheap: bool = False
     fuses: bool = False
 
@@ -169,6 +171,9 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "native_layer_norm_backward": ("fuses",),
     "nll_loss_backward": ("fuses",),
     "nll_loss_forward": ("fuses",),
+    # Products that are added to a summand.
+    "addmm": ("adds",),
+    "baddbmm": ("adds",),
     # Products, attention and recurrent layers that PyTorch's FLOP counter lacks.
     "_cudnn_attention_backward": ("matmul",),
     "_cudnn_attention_forward": ("matmul",),

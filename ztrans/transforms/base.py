@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import members_of
-from ..ir.graph import Graph, Layout, MemoryKind, Var
+from ..ir.graph import Eqn, Graph, Layout, MemoryKind, Var
 from ..ir.layout import AbstractMesh, LeafSharding
 from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
@@ -367,6 +367,11 @@ def all_axes(transforms: Iterable[Transform], shardings: Iterable[LeafSharding])
 
 
 # ---- options and their errors
+
+
+def is_from(e: Eqn, line: str) -> bool:
+    """Whether an equation comes from a line. The line may name the last folders too, as in "models/net.py:14"."""
+    return e.source is not None and f"/{e.source.file}:{e.source.line}".endswith(f"/{line}")
 
 
 def check_number(option: str, value: object, kind: str, least: int, *choices: object) -> None:

@@ -14,7 +14,7 @@ from ..ir.op_facts import is_matmul
 from ..rewrites.cheap_values import cheap_values
 from ..rewrites.keep_on_host import values_for_backward
 from ..rewrites.recompute import originals, recompute, repeatable, without_repeats
-from .base import Transform, byte_count, constructor
+from .base import Transform, byte_count, constructor, is_from
 
 Saves = Callable[[Eqn], bool]  # whether to keep the results of an equation of forward for backward
 Lines = Mapping[str, Demand]  # the demand of each line, such as "net.py:14"
@@ -164,7 +164,7 @@ def _demands_of_lines(graph: Graph, lines: Lines) -> dict[Eqn, Demand]:
             continue
         lines_of_forward.add(f"{os.path.basename(e.source.file)}:{e.source.line}")
         for line, demand in lines.items():
-            if _is_from(e, line):
+            if is_from(e, line):
                 demand_of[e] = demand
                 unused.discard(line)
     for line in lines:
@@ -182,7 +182,7 @@ def _check_host_line(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -
     """Raises: ValueError if no result of a line can wait on the host."""
     results: set[Var] = set()
     for e, demand in demand_of.items():
-        if demand == "host" and _is_from(e, line):
+        if demand == "host" and is_from(e, line):
             results.update(e.results)
     movable = values_for_backward(graph)
     if results and not any(v in movable for v in results):
@@ -191,11 +191,6 @@ def _check_host_line(graph: Graph, line: str, demand_of: Mapping[Eqn, Demand]) -
             f"does not read them, or the update reads them too, or the step returns them.\n"
             f"Name another line, or leave this one out."
         )
-
-
-def _is_from(e: Eqn, line: str) -> bool:
-    """Whether an equation comes from a line. The line may name the last folders too, as in "models/net.py:14"."""
-    return e.source is not None and f"/{e.source.file}:{e.source.line}".endswith(f"/{line}")
 
 
 def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:

@@ -1,0 +1,269 @@
+"""`tile`: the loss and the MLPs of a step run in tiles of the tokens."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad_and_value
+from torch.utils.checkpoint import checkpoint
+
+import ztrans as zt
+from ztrans.ir.donation import donation
+from ztrans.ir.interpreter import evaluate
+from ztrans.transforms.tile import _peak
+
+WIDTH, VOCAB = 8, 96
+aten = torch.ops.aten
+
+
+def loss_of(params, ids, target):
+    """A language model with an MLP, norms and a tied head."""
+    x = F.embedding(ids, params["table"])
+    x = x + F.gelu(F.layer_norm(x, (WIDTH,)) @ params["up"]) @ params["down"]
+    logits = F.rms_norm(x, (WIDTH,)) @ params["table"].t()
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=3)
+
+
+def step_of(loss):
+    def step(state, *batch):
+        gradients, value = grad_and_value(loss)(state, *batch)
+        return {k: p - 0.1 * gradients[k] for k, p in state.items()}, value
+
+    return step
+
+
+step = step_of(loss_of)
+
+
+def state_of(dtype=torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"table": (VOCAB, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return {k: torch.randn(shape).to(dtype) / 4 for k, shape in shapes.items()}
+
+
+def tokens(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.randint(VOCAB, (2, *shape)))
+
+
+def lower(fn, state, batch, *transforms, **options):
+    return zt.chain(*transforms)(fn).lower(state, *batch, **options)
+
+
+def wide(lowered) -> int:
+    """The most elements of a float that the program computes, but for the gradients of the table."""
+    values = [v for e in lowered.graph.eqns for v in e.results if v.dtype.is_floating_point]
+    return max(v.numel for v in values if v.shape not in ((VOCAB, WIDTH), (WIDTH, VOCAB)))
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_it_has_the_bits_of_a_loop_over_chunks(half):
+    """The gradient of the head is added up in fp32: by addmm, or from products in bf16."""
+    chunks, rows = 4, 24
+
+    def head_loss(state, x, target):
+        x, w = (v.bfloat16() if half else v for v in (x + state["bias"], state["w"]))
+        return F.cross_entropy((x @ w.t()).float(), target)
+
+    torch.manual_seed(0)
+    state = {"bias": torch.randn(rows, WIDTH), "w": torch.randn(VOCAB, WIDTH)}
+    x, target = torch.randn(rows, WIDTH), torch.randint(VOCAB, (rows,))
+    new, (loss,) = lower(step_of(head_loss), state, (x, target), zt.tile(parts=chunks)).lockstep(
+        state, [(x, target)]
+    )
+
+    h, w = (v.bfloat16() if half else v for v in (x + state["bias"], state["w"]))
+    total, dw, dx = torch.zeros(()), None, []
+    for h_chunk, labels in zip(h.chunk(chunks), target.chunk(chunks)):
+        logits = (h_chunk @ w.t()).requires_grad_()
+        term = F.cross_entropy(logits.float(), labels, reduction="sum")
+        (dy,) = torch.autograd.grad(term / rows, logits)
+        total = term.detach() if dw is None else total + term.detach()
+        if half or dw is None:
+            product = (dy.t() @ h_chunk).float()
+            dw = product if dw is None else dw + product
+        else:
+            dw = torch.addmm(dw, dy.t(), h_chunk)
+        dx.append(dy @ w)
+    assert torch.equal(loss, total / rows)
+    assert torch.equal(new["w"], state["w"] - 0.1 * dw)
+    assert torch.equal(new["bias"], state["bias"] - 0.1 * torch.cat(dx).float())
+
+
+def test_the_laws_on_several_ranks():
+    zt.testing.check_laws(
+        zt.tile(parts=2),
+        step,
+        state_of(torch.float64),
+        tokens(12, 4),
+        stages=(0, 3),
+        tolerance=1e-12,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (2, 12), (1, 24), (3, 8)])
+@pytest.mark.parametrize("parts", [3, 4, 8])
+def test_tokens_of_any_batch_and_sequence(shape, parts):
+    state, batch = state_of(torch.float64), tokens(*shape)
+    tiled = lower(step, state, batch, zt.tile(parts=parts))
+    plain = lower(step, state, batch)
+    # Backward reads the values of the MLP, so they stay whole.
+    assert wide(tiled) == max(24 // parts * VOCAB, 24 * 4 * WIDTH) and wide(plain) == 24 * VOCAB
+    for a, b in zip(
+        evaluate(tiled.graph, *state.values(), *batch),
+        evaluate(plain.graph, *state.values(), *batch),
+    ):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+# ---- what is cut
+
+
+def test_one_part_is_the_identity():
+    state, batch = state_of(), tokens(4, 6)
+    plain = lower(step, state, batch).graph.eqns
+    for transform in (zt.tile(parts=1), zt.tile(), zt.tile(tokens=24), zt.tile(memory="auto")):
+        assert list(map(zt.ir.equation, lower(step, state, batch, transform).graph.eqns)) == list(
+            map(zt.ir.equation, plain)
+        )
+
+
+def test_the_peak_falls_and_the_sum_is_written_in_place():
+    state, batch = state_of(), tokens(16, 12)
+    plain, tiled = (lower(step, state, batch, *t) for t in ((), (zt.tile(tokens=24),)))
+    assert tiled.memory_analysis().peak < 0.5 * plain.memory_analysis().peak
+    # The head has 8 tiles, and backward of the MLP, which has two products with weights, 2 tiles.
+    in_place = donation(tiled.graph).in_place_ops.values()
+    assert list(in_place).count(aten.addmm_.default) == 7 + 2
+    compiled = tiled.compile()(state, *batch)
+    expected = plain.compile()(state_of(), *batch)
+    torch.testing.assert_close(compiled, expected)
+
+
+def test_a_product_does_not_write_over_a_factor():
+    def twice(state, x):
+        return torch.addmm(state @ x, state @ x, x), (y := state @ x).sum() + torch.addmm(
+            y, y, x
+        ).sum()
+
+    graph = lower(twice, torch.randn(4, 4), (torch.randn(4, 4),)).graph
+    same = [e for e in graph.eqns if e.op is aten.addmm.default and e.args[0] is e.args[1]]
+    assert same and not any(e in donation(graph).in_place_ops for e in same)
+
+
+def test_an_mlp_that_backward_recomputes_is_cut_where_at_says():
+    def loss(params, x):
+        mlp = lambda x: F.gelu(x @ params["up"]) @ params["down"]
+        y = checkpoint(mlp, checkpoint(mlp, x, use_reentrant=False), use_reentrant=False)
+        return y.square().mean()
+
+    state, x = state_of(torch.float64), torch.randn(24, WIDTH, dtype=torch.float64)
+    state.pop("table")
+    line = f"test_tile.py:{loss.__code__.co_firstlineno + 1}"
+    plain = lower(step_of(loss), state, (x,))
+    tiled = lower(step_of(loss), state, (x,), zt.tile(parts=4, at=line))
+    assert wide(plain) == 24 * 4 * WIDTH
+    # Backward runs in 4 tiles. Forward has half as many wide values, so 2 tiles hold no more.
+    assert wide(tiled) == 12 * 4 * WIDTH
+    for a, b in zip(
+        evaluate(tiled.graph, *state.values(), x), evaluate(plain.graph, *state.values(), x)
+    ):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    # What is kept for backward would be cut and joined again.
+    kept = lambda params, x: (F.gelu(x @ params["up"]) @ params["down"]).square().mean()
+    graph = lower(step_of(kept), state, (x,)).graph
+    assert _peak(lower(step_of(kept), state, (x,), zt.tile(parts=4)).graph) <= _peak(graph)
+
+
+def test_logits_that_the_step_returns_are_joined():
+    def with_logits(state, ids, target):
+        def loss(params):
+            logits = F.embedding(ids, params["table"]) @ params["table"].t()
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
+
+        gradients, (value, logits) = grad_and_value(loss, has_aux=True)(state)
+        return {k: p - gradients[k] for k, p in state.items()}, (value, logits)
+
+    state, batch = {"table": state_of(torch.float64)["table"]}, tokens(6, 4)
+    graphs = [lower(with_logits, state, batch, *t).graph for t in ((), (zt.tile(parts=3),))]
+    for a, b in zip(*(evaluate(graph, *state.values(), *batch) for graph in graphs)):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+# ---- limits, and other transforms
+
+
+def test_the_plan_chooses_the_number_of_tiles():
+    state, batch = state_of(), tokens(64, 24)
+    least = {p: lower(step, state, batch, zt.tile(parts=p)) for p in (1, 4, 8)}
+    peaks = {p: lowered.memory_analysis().peak for p, lowered in least.items()}
+    assert peaks[8] < peaks[4] < peaks[1]
+    for limit, parts in ((peaks[1], 1), (peaks[4], 4), (peaks[8], 8)):
+        chosen = lower(step, state, batch, zt.tile(memory=int(limit * 1.01)))
+        assert wide(chosen) == wide(least[parts])
+        assert any(
+            f"tile(parts={parts}" in note or f"parts={parts}" in note for note in chosen.plan.notes
+        )
+
+
+def test_it_commutes_with_schedules_and_remat():
+    state, batch = state_of(), tokens(12, 4)
+    shard = zt.shard_params(zt.AbstractMesh(dp=2))
+    others = zt.tile(parts=2), zt.remat(at_least=0), zt.overlap_grads(), zt.prefetch()
+    rows = tuple(x.chunk(2)[0] for x in batch)
+    texts = {
+        str(lower(step, state, rows, shard, *order)) for order in itertools.permutations(others)
+    }
+    assert len(texts) == 1
+
+
+def test_twice_is_once():
+    assert zt.tile(parts=2)(zt.tile(parts=2)(step)) == zt.tile(parts=2)(step)
+    with pytest.raises(ValueError, match="tile: applied twice with different options"):
+        zt.tile(parts=2)(zt.tile(parts=4)(step))
+
+
+# ---- errors
+
+
+def test_options():
+    for options, text in [
+        ({"tokens": 0}, "tokens=0; it is the number of tokens in a tile, at least 1"),
+        ({"parts": 0}, "parts=0; it is a number of tiles, from 1 to 64"),
+        ({"parts": 65}, "parts=65; it is a number of tiles, from 1 to 64"),
+        ({"memory": 0}, "memory=0; it is a number of bytes, or 'auto'"),
+        ({"tokens": 8, "parts": 2}, "each say how many tiles there are"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            zt.tile(**options)
+
+
+def test_an_unknown_line():
+    with pytest.raises(
+        ValueError, match=r"at names net.py:7, .*\nLines with them are .*test_tile.py:"
+    ):
+        lower(step, state_of(), tokens(4, 4), zt.tile(parts=2, at="net.py:7"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda y: torch.native_dropout(y, 0.5, True)[0], "native_dropout draws random numbers"),
+        (lambda y: nn.functional.batch_norm(y, None, None, training=True), "all rows"),
+        (lambda y: y - y.mean(0), "sub reads .*, a sum over all rows"),
+    ],
+)
+def test_what_cannot_be_cut_is_an_error_with_its_line(change, reason):
+    def loss(params, ids, target):
+        x = F.embedding(ids, params["table"])
+        return F.cross_entropy(change((x @ params["table"].t()).flatten(0, 1)), target.flatten())
+
+    state = {"table": state_of()["table"]}
+    with pytest.raises(
+        ValueError, match=rf"(?s)cannot be cut into tiles: .*{reason}.*at .*test_tile.py:"
+    ):
+        lower(step_of(loss), state, tokens(4, 6), zt.tile(parts=2))
