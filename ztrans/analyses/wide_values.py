@@ -52,18 +52,12 @@ class WidePart:
 def wide_parts(graph: Graph) -> tuple[WidePart, ...]:
     """The parts of forward and backward with wide values that nothing else reads, the largest first."""
     from_batch = varying(graph, ("batch",)).keys()
-    shapes_of_leaves = {shape for v in graph.state for shape in (v.shape, v.shape[::-1])}
     eqns = [e for e in graph.eqns if e.region != "update" and any(v in from_batch for v in e.ins)]
-    values = []
-    for e in eqns:
-        for v in e.results:
-            if v.dtype.is_floating_point and v.shape and v.shape not in shapes_of_leaves:
-                values.append(v)
+    values = _floats_of_samples(graph, eqns)
     most = max((v.numel for v in values), default=0)
-    widest = [
-        _entry(part, from_batch) for part in _around(eqns, {v for v in values if v.numel == most})
-    ]
-    entering = max((v.numel for v in widest if v is not None), default=most)
+    widest = _around(eqns, {v for v in values if v.numel == most})
+    entries = [_entry(part, from_batch) for part in widest]
+    entering = max((v.numel for v in entries if v is not None), default=most)
     wide = {v for v in values if v.numel >= WIDE * entering}
 
     parts = []
@@ -74,6 +68,17 @@ def wide_parts(graph: Graph) -> tuple[WidePart, ...]:
             if entry is not None and inner:
                 parts.append(WidePart(tuple(part), entry, tuple(inner)))
     return tuple(sorted(parts, key=lambda part: -part.inner_bytes))
+
+
+def _floats_of_samples(graph: Graph, eqns: Iterable[Eqn]) -> list[Var]:
+    """The floats that these equations compute, but for scalars, and those with the shape of a leaf."""
+    shapes_of_leaves = {shape for v in graph.state for shape in (v.shape, v.shape[::-1])}
+    values = []
+    for e in eqns:
+        for v in e.results:
+            if v.dtype.is_floating_point and v.shape and v.shape not in shapes_of_leaves:
+                values.append(v)
+    return values
 
 
 def _around(eqns: Sequence[Eqn], wide: Set[Var]) -> list[list[Eqn]]:

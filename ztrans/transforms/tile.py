@@ -113,7 +113,7 @@ class _Tile(Transform):
         parts = self.parts or -(-largest.rows // (self.tokens or largest.rows))
         if parts > _MOST_PARTS:
             raise ValueError(
-                f"tile: {largest.rows} tokens in tiles of {self.tokens} are {parts} tiles, and the most are {_MOST_PARTS}.\n"
+                f"tile: {largest.rows} tokens in tiles of {self.tokens} are {parts} tiles, more than {_MOST_PARTS}.\n"
                 f"Use tokens={-(-largest.rows // _MOST_PARTS)} or more."
             )
         tiled = program
