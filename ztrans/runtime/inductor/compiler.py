@@ -120,7 +120,10 @@ def _primitive_layouts(
         target = device if eqn.out.memory == "device" else torch.device("cpu")
         return [layouts[eqn.ins[0]]._replace(device=target)]
     if rules(eqn).shares_storage(eqn):
-        return [layouts[eqn.args[0]]._replace(shape=shapes[0])]
+        whole = layouts[eqn.args[0]]
+        # This rank's row has one dim less, which has size 1 here, and a value of rows has one more.
+        stride = (1, *whole.stride)[-len(shapes[0]) :] if shapes[0] else ()
+        return [whole._replace(shape=shapes[0], stride=stride)]
     device = layouts[eqn.ins[0]].device
     return [_received_layout(v, shape, device) for v, shape in zip(eqn.results, shapes)]
 
