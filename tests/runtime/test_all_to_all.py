@@ -13,6 +13,7 @@ from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.ir.source import Source
+from ztrans.ir.varying import varying
 from ztrans.ir.verifier import ProgramError, check
 from ztrans.planning.cluster import by_host, cluster
 from ztrans.planning.simulate import simulate
@@ -116,6 +117,10 @@ def test_a_row_on_each_rank_is_a_value_with_one_row_for_each():
     whole = torch.randn(4, 3)
     results = zt.ir.lockstep(program, [[whole[k : k + 1]] for k in range(4)])
     assert torch.equal(torch.cat([y for (y,) in results]), 2 * whole)
+    differs = varying(program, ("dp",))
+    assert [differs.get(e.out) for e in program.eqns] == [{"dp"}, {"dp"}, None], (
+        "the new state may not be a row of a rank"
+    )
     with pytest.raises(ProgramError, match="one row for each rank of dp"):
         check(graph(row(var("x", 5, 3), "own", "dp")))
     with pytest.raises(ProgramError, match="not whole on each rank"):

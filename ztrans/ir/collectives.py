@@ -445,6 +445,9 @@ class Row(Memberwise):
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
+        return super().varies(eqn, axes_of) | {*members(self.axis(eqn))}
+
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [rows[0] for rows in terms]
 
@@ -463,6 +466,9 @@ class Rows(Row):
         if not dataclasses.replace(row, shape=shape, layout=(Split(axis),)).is_like(eqn.out):
             return f"{eqn.out!r} does not have the row {row!r} of each rank of {axis}"
         return None
+
+    def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
+        return super().varies(eqn, axes_of) - {*members(self.axis(eqn))}
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [row[None] for row in terms]
