@@ -21,6 +21,7 @@ from .runtime.checkpoints.save import last_checkpoint, save
 from .runtime.mesh import make_mesh
 from .runtime.stop import request_stop, stop_on
 from .runtime.stream_weights import stream_weights
+from .search.search import search
 from .step import Step
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
@@ -42,8 +43,8 @@ __all__ = [
     "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
     "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat",
-    "request_stop", "save", "shard_params", "sharding_rule", "stages", "state_dict", "stop_on", "stream_weights",
-    "testing", "tile", "write_back",
+    "request_stop", "save", "search", "shard_params", "sharding_rule", "stages", "state_dict", "stop_on",
+    "stream_weights", "testing", "tile", "write_back",
 ]  # fmt: skip
 
 

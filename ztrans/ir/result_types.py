@@ -29,7 +29,7 @@ _CACHED_CALLS = 4096
 _DEVICES = ("meta", "cpu")
 
 
-class _Tensor(NamedTuple):
+class ResultType(NamedTuple):
     """The dtype and shape of a tensor."""
 
     dtype: torch.dtype
@@ -80,6 +80,22 @@ def type_problem(eqn: Eqn) -> str | None:
     return problem
 
 
+def result_types(eqn: Eqn) -> tuple[ResultType | None, ...] | None:
+    """The dtype and shape of each result of an operation, as its arguments give them; None if it cannot be run.
+
+    >>> x = Var("x", torch.float32, (4, 2))
+    >>> result_types(Eqn(torch.ops.aten.stack.default, ([x, x, x],), (Var("y", torch.float32, (9, 4, 2)),)))[0].shape
+    (3, 4, 2)
+    """
+    if not isinstance(eqn.op, torch._ops.OpOverload):
+        return None
+    for device in _DEVICES:
+        types = _results(device, eqn.op, _as_key(eqn.args), _as_key(eqn.kwargs))
+        if types is not None:
+            return types
+    return None
+
+
 def placement_problem(eqn: Eqn) -> str | None:
     """How an operand and a result of an elementwise operation differ in their splits, or None.
 
@@ -114,7 +130,7 @@ def _cuts(v: Var, other_shape: tuple[int, ...]) -> set[tuple[str, int]]:
     return cuts
 
 
-def _difference(eqn: Eqn, expected: tuple[_Tensor | None, ...]) -> str | None:
+def _difference(eqn: Eqn, expected: tuple[ResultType | None, ...]) -> str | None:
     if len(expected) != len(eqn.outs):
         return f"its arguments give {len(expected)} results, not {len(eqn.outs)}"
     for out, result in zip(eqn.outs, expected):
@@ -138,7 +154,7 @@ def _has_default_dtype(eqn: Eqn) -> bool:
 def _as_key(x: Any) -> Any:
     """A hashable description of an argument, from which `_argument` makes a similar one."""
     if isinstance(x, (Var, torch.Tensor)):
-        return _Tensor(x.dtype, tuple(x.shape))
+        return ResultType(x.dtype, tuple(x.shape))
     if isinstance(x, (list, tuple)):
         return tuple(map(_as_key, x))
     if isinstance(x, Mapping):
@@ -148,7 +164,7 @@ def _as_key(x: Any) -> Any:
 
 def _argument(x: Any, device: str) -> Any:
     """An argument on a device, made from its description."""
-    if isinstance(x, _Tensor):
+    if isinstance(x, ResultType):
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     if isinstance(x, _Literal):
         return torch.device(device) if x.type is torch.device else x.value
@@ -158,7 +174,7 @@ def _argument(x: Any, device: str) -> Any:
 @functools.lru_cache(maxsize=_CACHED_CALLS)
 def _results(
     device: str, op: torch._ops.OpOverload, args: Any, kwargs: Any
-) -> tuple[_Tensor | None, ...] | None:
+) -> tuple[ResultType | None, ...] | None:
     """The types of the results of a call, or None if the call cannot run on that device."""
     try:
         # Tensors on meta need no fake mode, with which a call takes four times as long.
@@ -168,9 +184,9 @@ def _results(
             returned = stride_safe(op)(*_argument(args, device), **keywords)
     except Exception:
         return None
-    results: list[_Tensor | None] = []
+    results: list[ResultType | None] = []
     for item in returned if isinstance(returned, (tuple, list)) else (returned,):
         for x in item if isinstance(item, list) else (item,):
             is_tensor = isinstance(x, torch.Tensor)
-            results.append(_Tensor(x.dtype, tuple(x.shape)) if is_tensor else None)
+            results.append(ResultType(x.dtype, tuple(x.shape)) if is_tensor else None)
     return tuple(results)

@@ -1,0 +1,274 @@
+"""The knobs of a search: what may be changed about a step, and the values that are tried.
+
+A knob is a row of `KNOBS`. It changes the transforms of a step, and for HSDP also the mesh and its links. What a plan
+decides anyway, such as the values that backward recomputes, is no knob.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..fitting import pattern_of_moments
+from ..ir.graph import Graph
+from ..ir.layout import AbstractMesh
+from ..planning.cluster import Cluster
+from ..transforms.accumulate import accumulate
+from ..transforms.base import Transform, micro_batches_of
+from ..transforms.fuse_cast_gather import fuse_cast_gather
+from ..transforms.offload import offload
+from ..transforms.overlap_grads import overlap_grads
+from ..transforms.prefetch import prefetch
+from ..transforms.remat import remat
+from ..transforms.shard_params import ShardParams
+
+Transforms = tuple[Transform, ...]
+Values = tuple[tuple[str, Any], ...]  # (name of a knob, its value)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value for each knob, and what a step with these values is.
+
+    Attributes:
+        values: (name of the knob, its value).
+        transforms: all transforms of the step.
+        cluster: the devices and links.
+        saves_memory: whether a value can only make a step faster that has too little memory.
+    """
+
+    values: Values
+    transforms: Transforms
+    cluster: Cluster
+    saves_memory: bool = False
+
+    @property
+    def micro_batches(self) -> int:
+        return micro_batches_of(self.transforms)
+
+    def without_savings(self) -> Values:
+        """The values of the knobs that do more than to save memory."""
+        saving = {knob.name for knob in KNOBS if knob.saves_memory}
+        return tuple((name, value) for name, value in self.values if name not in saving)
+
+
+class Start(NamedTuple):
+    """What the values of a knob depend on: the program as it was traced, its transforms, and the rows of the batch."""
+
+    graph: Graph
+    setting: Setting
+    rows: int
+
+
+class Knob(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: its name in `search(knobs=...)`.
+        values: the values to try; the first one leaves the step as it is, or is the least change.
+        apply: the setting with a value; None if it has no meaning there.
+        text: a value in words; empty for one that changes nothing.
+        saves_memory: whether values after the first can only help a step that has too little memory.
+    """
+
+    name: str
+    values: Callable[[Start], Sequence[Any]]
+    apply: Callable[[Start, Setting, Any], Setting | None]
+    text: Callable[[Any], str]
+    saves_memory: bool = False
+
+
+def settings(start: Start, chosen: Mapping[str, Sequence[Any]] | None) -> Iterator[Setting]:
+    """Every setting of the knobs, those with few changes first.
+
+    Args:
+        start: the step.
+        chosen: the values of some knobs, in place of those in the table.
+
+    Raises: ValueError if a knob is unknown, or has no values.
+    """
+    chosen = dict(chosen or {})
+    known = [knob.name for knob in KNOBS]
+    for name, values in chosen.items():
+        if name not in known:
+            raise ValueError(f"search: no knob {name!r}; there are {', '.join(known)}.")
+        if isinstance(values, (str, int)) or not values:
+            raise ValueError(
+                f"search: knobs={{{name!r}: {values!r}}}; write the values to try, such as ({values!r},)."
+            )
+    tried = [chosen.get(knob.name, knob.values(start)) for knob in KNOBS]
+    for values in itertools.product(*(v or (None,) for v in tried)):
+        setting: Setting | None = start.setting
+        for knob, value in zip(KNOBS, values):
+            if setting is None:
+                break
+            setting = knob.apply(start, setting, value) if value is not None else setting
+            if setting is not None and value is not None:
+                is_saving = knob.saves_memory and value != knob.values(start)[0]
+                setting = dataclasses.replace(
+                    setting,
+                    values=(*setting.values, (knob.name, value)),
+                    saves_memory=setting.saves_memory or is_saving,
+                )
+        if setting is not None:
+            yield setting
+
+
+def with_schedules(transforms: Transforms) -> Transforms:
+    """The transforms of a step, and the schedules that it lacks: they cost nothing, and the plan decides about them."""
+    schedules: list[Transform] = [remat(memory="auto")]
+    if sharding_of_step(transforms):
+        schedules = [overlap_grads(), prefetch(), fuse_cast_gather(), *schedules]
+    missing = [s for s in schedules if not any(type(s) is type(t) for t in transforms)]
+    return (*transforms, *missing)
+
+
+def replaced(transforms: Transforms, new: Transform) -> Transforms:
+    """The transforms of a step with `new` in place of the one of its kind, or as the last one."""
+    if any(type(t) is type(new) for t in transforms):
+        return tuple(new if type(t) is type(new) else t for t in transforms)
+    return (*transforms, new)
+
+
+def _with(setting: Setting, new: Transform) -> Setting:
+    return dataclasses.replace(setting, transforms=replaced(setting.transforms, new))
+
+
+def sharding_of_step(transforms: Transforms) -> ShardParams | None:
+    """The transform that shards the state, if there is one."""
+    return next((t for t in transforms if isinstance(t, ShardParams)), None)
+
+
+# ---- the knobs
+
+
+def _stages(start: Start) -> Sequence[Any]:
+    return (3, 2, 1, 0) if sharding_of_step(start.setting.transforms) else ()
+
+
+def _with_stage(start: Start, setting: Setting, stage: int) -> Setting | None:
+    shard = sharding_of_step(setting.transforms)
+    if shard is None:
+        return None
+    # One micro-batch has its gradients reduced once at stage 1 too.
+    if stage == 2 and setting.micro_batches == 1:
+        return None
+    return _with(setting, dataclasses.replace(shard, stage=stage))
+
+
+def _replicas(start: Start) -> Sequence[Any]:
+    """Whether shards are replicated over hosts: an axis over several hosts becomes two."""
+    shard = sharding_of_step(start.setting.transforms)
+    return (False, True) if shard is not None and _hosts(shard, start.setting) else (False,)
+
+
+def _hosts(shard: ShardParams, setting: Setting) -> int:
+    """The hosts of the axis over which a step is sharded; 0 if it cannot be divided into hosts and their ranks."""
+    plain = isinstance(shard.axis, str) and shard.replicate_axis is None
+    if not plain or not isinstance(shard.mesh, AbstractMesh):
+        return 0
+    axis = shard.axis
+    assert isinstance(axis, str)
+    size = dict(shard.mesh.axes)[axis]
+    link = setting.cluster.link(axis)
+    return size // link.local if link.inside and 1 < link.local < size and size % link.local == 0 else 0
+
+
+def _with_replicas(start: Start, setting: Setting, value: bool) -> Setting | None:
+    shard = sharding_of_step(setting.transforms)
+    if not value:
+        return setting
+    hosts = _hosts(shard, setting) if shard is not None else 0
+    if shard is None or not hosts or shard.stage == 0:
+        return None
+    axis = str(shard.axis)
+    link = setting.cluster.link(axis)
+    assert isinstance(shard.mesh, AbstractMesh) and link.inside is not None
+    between = dataclasses.replace(link, inside=None, local=1)
+    name = "host" if "host" not in dict(shard.mesh.axes) else f"{axis}_host"
+    sizes: dict[str, int] = {}
+    for other, size in shard.mesh.axes:
+        sizes |= {name: hosts, axis: link.local} if other == axis else {other: size}
+    links = {**dict(setting.cluster.links), axis: link.inside, name: between}
+    sharded = dataclasses.replace(shard, mesh=AbstractMesh(**sizes), replicate_axis=name)
+    cluster = dataclasses.replace(setting.cluster, links=tuple(links.items()))
+    return dataclasses.replace(_with(setting, sharded), cluster=cluster)
+
+
+def _micro_batches(start: Start) -> Sequence[Any]:
+    return tuple(n for n in (1, 2, 4, 8) if start.rows % n == 0 and start.rows >= n)
+
+
+def _with_micro_batches(start: Start, setting: Setting, micro: int) -> Setting | None:
+    if micro == 1:
+        others = (t for t in setting.transforms if t.micro_batches == 1)
+        return dataclasses.replace(setting, transforms=tuple(others))
+    return _with(setting, accumulate(micro))
+
+
+def _with_order(start: Start, setting: Setting, order: str) -> Setting | None:
+    if order == "batches":
+        return setting
+    micro = setting.micro_batches
+    return _with(setting, accumulate(micro, order=order)) if micro > 1 else None
+
+
+def _on_host(start: Start) -> Sequence[Any]:
+    moments = ("moments",) if pattern_of_moments(start.graph) else ()
+    return ("nothing", "activations", *moments, "everything")
+
+
+def _with_host(start: Start, setting: Setting, value: str) -> Setting | None:
+    if value == "nothing":
+        return setting
+    if value == "activations":
+        return _with(setting, offload(memory="auto"))
+    where = "*" if value == "everything" else pattern_of_moments(start.graph)
+    return _with(setting, offload(where=where, memory="auto"))
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        "micro_batches",
+        _micro_batches,
+        _with_micro_batches,
+        lambda n: f"{n} micro-batches" if n > 1 else "",
+    ),
+    Knob(
+        "order",
+        lambda start: ("batches", "layers"),
+        _with_order,
+        lambda order: f"in the order of {order}" if order == "layers" else "",
+    ),
+    Knob("stage", _stages, _with_stage, lambda n: f"stage {n}"),
+    Knob("replicas", _replicas, _with_replicas, lambda yes: "a replica on each host" if yes else ""),
+    Knob(
+        "on_host",
+        _on_host,
+        _with_host,
+        lambda what: f"{what} on the host" if what != "nothing" else "",
+        saves_memory=True,
+    ),
+)
+
+
+def described(values: Values) -> str:
+    """The values of a setting in words.
+
+    >>> described((("stage", 3), ("micro_batches", 2), ("on_host", "nothing")))
+    'stage 3, 2 micro-batches'
+    """
+    texts = {knob.name: knob.text for knob in KNOBS}
+    return ", ".join(filter(None, (texts[name](value) for name, value in values)))
+
+
+def rows_of(batch: Any) -> int:
+    """The samples of a batch: the length of the first dim of its tensors."""
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    return min((x.shape[0] for x in leaves), default=1)
