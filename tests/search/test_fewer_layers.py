@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
-from ztrans.ir.interpreter import evaluate
 from tests.support.traced import trace
 from ztrans.ir.graph import Graph
+from ztrans.ir.interpreter import evaluate
 from ztrans.ir.verifier import check
 from ztrans.search.fewer_layers import equal_layers, without_layers
 
@@ -81,7 +81,9 @@ def test_what_remains_computes_what_a_step_with_fewer_layers_computes(block):
     graph = program(LAYERS, block)
     small = cut(graph, 2)
     state = state_of(LAYERS)
-    number: dict[str, str] = {}  # the name of each leaf that remains, and its name in a step with so many layers
+    number: dict[
+        str, str
+    ] = {}  # the name of each leaf that remains, and its name in a step with so many layers
     for kind in ("mix", "up", "down"):
         kept = [name for name in state["p"] if f"p.{name}" in names(small) and kind in name]
         assert len(kept) in (3, 4)  # two, and the first or the last one, which are in no class
@@ -90,7 +92,9 @@ def test_what_remains_computes_what_a_step_with_fewer_layers_computes(block):
     fewer_layers = program(len(kept), block)
     assert len(small.eqns) == len(fewer_layers.eqns)
 
-    results = evaluate(small, *(leaf for part, name in paths(small) for leaf in [state[part][name]]), TOKENS)
+    results = evaluate(
+        small, *(leaf for part, name in paths(small) for leaf in [state[part][name]]), TOKENS
+    )
     # In the order of the larger step, because norms are added in this order.
     fewer = {part: {number[k]: v for k, v in state[part].items() if k in number} for part in state}
     new_state, loss = step_of(len(kept))(fewer, TOKENS)  # a checkpoint changes no bit
@@ -114,12 +118,17 @@ def test_every_second_layer_is_a_class_of_its_own():
 
     graph = program(8, alternating)
     counts = sorted(len(layers) for layers in equal_layers(graph) if len(layers) > 2)
-    assert counts == [3, 7]  # of 4 MLPs and 8 mixings, the last and the first one differ where the gradient ends
+    assert counts == [
+        3,
+        7,
+    ]  # of 4 MLPs and 8 mixings, the last and the first one differ where the gradient ends
     assert len(cut(graph, 2).eqns) < len(graph.eqns)
 
 
 def test_an_optimizer_of_all_leaves_at_once_has_shorter_lists():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Residual() for _ in range(LAYERS)), nn.Linear(WIDTH, 2))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Residual() for _ in range(LAYERS)), nn.Linear(WIDTH, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def loop_step(x):

@@ -34,7 +34,9 @@ SETTINGS = {"micro_batches": (1, 2), "stage": (3, 1), "replicas": (False,), "on_
 ONE = {name: values[:1] for name, values in SETTINGS.items()}
 
 
-def train_step(state: dict, tokens: torch.Tensor, layers: int = LAYERS) -> tuple[dict, torch.Tensor]:
+def train_step(
+    state: dict, tokens: torch.Tensor, layers: int = LAYERS
+) -> tuple[dict, torch.Tensor]:
     def loss_fn(p):
         x = F.embedding(tokens, p["embed"])
         for i in range(layers):
@@ -178,9 +180,9 @@ def test_kinds_of_layers_are_cut_each_for_itself():
 
 
 def test_errors_say_what_to_write():
-    with pytest.raises(ValueError, match="no knob 'stages'; there are micro_batches, stage"):
+    with pytest.raises(ValueError, match="no knob 'stages'; there are micro_batches, order, stage"):
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stages": (3,)})
     with pytest.raises(ValueError, match=r"write the values to try, such as \(3,\)"):
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stage": 3})
-    with pytest.raises(ValueError, match="do not fit the memory.*\nTake more ranks"):
+    with pytest.raises(ValueError, match=r"do not fit the memory.*\nTake more ranks"):
         zt.search(STEP, state_of(), TOKENS, cluster=cluster(1e4), knobs=ONE)

@@ -2,10 +2,10 @@
 
     x1 = layer(x0, w0); x2 = layer(x1, w1); y = head(x2)   -->   x1 = layer(x0, w0); y = head(x1)
 
-A layer is a stretch of forward between two narrow points, with the stretches of backward that read its values. Without
+A layer is a stretch of forward between two narrow points, with the equations of backward that read its values. Without
 it, the next layer reads what it read. Its leaves go too, with their gradients, updates and moments: whatever can no
-longer be computed. A list loses these members, such as the gradients that are clipped or updated together. What remains,
-such as the step count of a removed leaf, is a part of every small program, so predictions from two of them count it once.
+longer be computed. A list loses these members, such as the gradients that are clipped or updated together. What
+remains, such as the step count of a removed leaf, is a part of every small program, so a prediction counts it once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..ir.result_types import result_types
 from ..ir.structure import structures
 from ..ir.varying import varying
 
-
 ADD = torch.ops.aten.add.Tensor
 
 
@@ -47,7 +46,7 @@ class Layer:
 def equal_layers(graph: Graph) -> list[list[Layer]]:
     """The layers of a traced step in classes of equal ones, each in the order of forward.
 
-    A layer that cannot be cut out is in no class: the first and the last stretch, and one whose values others read.
+    The first and the last stretch of forward, such as an embedding and a head, are no layers.
     """
     return list(grouped(_with_structure(graph)).values())
 
@@ -130,14 +129,15 @@ def _exits(
     bound = {v for e in eqns for v in e.results}
     for region in ("forward", "backward"):
         mine = [e for e in eqns if e.region == region]
-        inputs = dict.fromkeys(v for e in mine for v in e.ins if v not in bound)
-        free = [v for v in inputs if v is not entry and v not in graph.inputs]
-        for v in (v for e in mine for v in e.results if v is not exit):
-            if any(layer_of.get(e, here) != here for e in readers.get(v, ())):
-                like = next((x for x in free if x.is_like(v)), None)
-                if like is not None:
-                    exits[v] = like
-                    free.remove(like)
+        inputs = dict.fromkeys(v for e in mine for v in e.ins)
+        free = [v for v in inputs if not (v in bound or v is entry or v in graph.inputs)]
+        results = [v for e in mine for v in e.results if v is not exit]
+        for v in results:
+            is_read = any(layer_of.get(e, here) != here for e in readers.get(v, ()))
+            like = next((x for x in free if x.is_like(v)), None) if is_read else None
+            if like is not None:
+                exits[v] = like
+                free.remove(like)
     return exits
 
 
@@ -193,9 +193,7 @@ def _with_views_behind(graph: Graph, number: Mapping[Eqn, int]) -> dict[Eqn, int
     return moved
 
 
-def _owners(
-    graph: Graph, forward: Sequence[Stretch], number: Mapping[Eqn, int]
-) -> dict[Var, int]:
+def _owners(graph: Graph, forward: Sequence[Stretch], number: Mapping[Eqn, int]) -> dict[Var, int]:
     """The stretch that each value of forward belongs to: the one that computes it, or the only one that reads it.
 
     What passes a narrow point belongs to the stretch behind it.
@@ -232,17 +230,8 @@ def _without_values(e: Eqn, lost: Collection[Var], shorter: dict[Var, Var]) -> E
     """
     if not any(v in lost for v in e.ins) and not any(v in shorter.values() for v in e.ins):
         return e
-    arguments = [*e.args, *e.kwargs.values()]
-    lists = [x for x in arguments if isinstance(x, (list, tuple))]
-    in_lists = {v for x in lists for v in variables(x)}
-    if any(v in lost and v not in in_lists for v in e.ins):
-        return None
-    members: dict[int, set[int]] = {}  # the lengths of lists with lost members, and which
-    for x in lists:
-        gone = {k for k, item in enumerate(x) if any(v in lost for v in variables(item))}
-        if gone:
-            members.setdefault(len(x), set()).update(gone)
-    if any(len(gone) == n for n, gone in members.items()):
+    members = _lost_members(e, lost)
+    if members is None:
         return None
 
     def short(x: Any) -> Any:
@@ -257,6 +246,24 @@ def _without_values(e: Eqn, lost: Collection[Var], shorter: dict[Var, Var]) -> E
         if len(e.outs) % n == 0:  # a result for each member of one list or several
             return new.replace(outs=tuple(v for k, v in enumerate(e.outs) if k % n not in gone))
     return _with_types(new, shorter)
+
+
+def _lost_members(e: Eqn, lost: Collection[Var]) -> dict[int, set[int]] | None:
+    """The positions of the members that the lists of an equation lose, by the length of the lists.
+
+    Lists of one length belong together, such as parameters and their gradients. None if the equation needs a value that
+    is lost, or a list has no member left.
+    """
+    lists = [x for x in (*e.args, *e.kwargs.values()) if isinstance(x, (list, tuple))]
+    in_lists = {v for x in lists for v in variables(x)}
+    if any(v in lost and v not in in_lists for v in e.ins):
+        return None
+    members: dict[int, set[int]] = {}
+    for x in lists:
+        gone = {k for k, item in enumerate(x) if any(v in lost for v in variables(item))}
+        if gone:
+            members.setdefault(len(x), set()).update(gone)
+    return None if any(len(gone) == n for n, gone in members.items()) else members
 
 
 def _with_types(e: Eqn, shorter: dict[Var, Var]) -> Eqn:
@@ -276,7 +283,9 @@ def _without_results(graph: Graph, lost: Collection[Var], shorter: Mapping[Var, 
     """A program without the leaves whose new values are lost, and without the other outputs that are."""
     kept = [new not in lost for new in graph.new_state]
     leaves = [(old, shorter.get(new, new)) for (old, new), k in zip(graph.leaves, kept) if k]
-    results = [x for x in graph.outputs[graph.num_state :] if not any(v in lost for v in variables(x))]
+    results = [
+        x for x in graph.outputs[graph.num_state :] if not any(v in lost for v in variables(x))
+    ]
     shapes = tuple(shape for shape, k in zip(graph.leaf_shapes, kept) if k)
     return graph.replace(
         inputs=(*(old for old, _ in leaves), *graph.inputs[graph.num_state :]),

@@ -97,7 +97,9 @@ def _as_code(t: Transform) -> str:
     if t.mesh is not None:
         name, _, options = text.partition("(")
         text = f"{name}(mesh, {options}"
-    return f"zt.{text}" if type(t).__module__.startswith(f"{__package__.partition('.')[0]}.") else text
+    return (
+        f"zt.{text}" if type(t).__module__.startswith(f"{__package__.partition('.')[0]}.") else text
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -102,22 +102,29 @@ def settings(start: Start, chosen: Mapping[str, Sequence[Any]] | None) -> Iterat
             raise ValueError(
                 f"search: knobs={{{name!r}: {values!r}}}; write the values to try, such as ({values!r},)."
             )
-    tried = [chosen.get(knob.name, knob.values(start)) for knob in KNOBS]
-    for values in itertools.product(*(v or (None,) for v in tried)):
-        setting: Setting | None = start.setting
-        for knob, value in zip(KNOBS, values):
-            if setting is None:
-                break
-            setting = knob.apply(start, setting, value) if value is not None else setting
-            if setting is not None and value is not None:
-                is_saving = knob.saves_memory and value != knob.values(start)[0]
-                setting = dataclasses.replace(
-                    setting,
-                    values=(*setting.values, (knob.name, value)),
-                    saves_memory=setting.saves_memory or is_saving,
-                )
+    tried = [chosen.get(knob.name, knob.values(start)) or (None,) for knob in KNOBS]
+    for values in itertools.product(*tried):
+        setting = _applied(start, values)
         if setting is not None:
             yield setting
+
+
+def _applied(start: Start, values: Sequence[Any]) -> Setting | None:
+    """The setting with a value for each knob, None for a knob that the step does not have."""
+    setting = start.setting
+    for knob, value in zip(KNOBS, values):
+        if value is None:
+            continue
+        changed = knob.apply(start, setting, value)
+        if changed is None:
+            return None
+        saves = knob.saves_memory and value != knob.values(start)[0]
+        setting = dataclasses.replace(
+            changed,
+            values=(*changed.values, (knob.name, value)),
+            saves_memory=changed.saves_memory or saves,
+        )
+    return setting
 
 
 def with_schedules(transforms: Transforms) -> Transforms:
@@ -163,40 +170,38 @@ def _with_stage(start: Start, setting: Setting, stage: int) -> Setting | None:
 
 
 def _replicas(start: Start) -> Sequence[Any]:
-    """Whether shards are replicated over hosts: an axis over several hosts becomes two."""
-    shard = sharding_of_step(start.setting.transforms)
-    return (False, True) if shard is not None and _hosts(shard, start.setting) else (False,)
+    """Whether each host has a replica: an axis over several hosts becomes two axes."""
+    return (False, True) if _over_hosts(start.setting) else (False,)
 
 
-def _hosts(shard: ShardParams, setting: Setting) -> int:
-    """The hosts of the axis over which a step is sharded; 0 if it cannot be divided into hosts and their ranks."""
-    plain = isinstance(shard.axis, str) and shard.replicate_axis is None
-    if not plain or not isinstance(shard.mesh, AbstractMesh):
-        return 0
-    axis = shard.axis
-    assert isinstance(axis, str)
-    size = dict(shard.mesh.axes)[axis]
-    link = setting.cluster.link(axis)
-    return size // link.local if link.inside and 1 < link.local < size and size % link.local == 0 else 0
+def _over_hosts(setting: Setting) -> tuple[ShardParams, AbstractMesh, str] | None:
+    """The transform that shards over an axis of several hosts, its mesh and that axis; None if there is none."""
+    shard = sharding_of_step(setting.transforms)
+    if shard is None or not isinstance(shard.mesh, AbstractMesh):
+        return None
+    if not isinstance(shard.axis, str) or shard.replicate_axis is not None:
+        return None
+    link = setting.cluster.link(shard.axis)
+    size = dict(shard.mesh.axes)[shard.axis]
+    is_divided = link.inside is not None and 1 < link.local < size and size % link.local == 0
+    return (shard, shard.mesh, shard.axis) if is_divided else None
 
 
 def _with_replicas(start: Start, setting: Setting, value: bool) -> Setting | None:
-    shard = sharding_of_step(setting.transforms)
     if not value:
         return setting
-    hosts = _hosts(shard, setting) if shard is not None else 0
-    if shard is None or not hosts or shard.stage == 0:
+    divided = _over_hosts(setting)
+    if divided is None or divided[0].stage == 0:
         return None
-    axis = str(shard.axis)
+    shard, mesh, axis = divided
     link = setting.cluster.link(axis)
-    assert isinstance(shard.mesh, AbstractMesh) and link.inside is not None
-    between = dataclasses.replace(link, inside=None, local=1)
-    name = "host" if "host" not in dict(shard.mesh.axes) else f"{axis}_host"
+    host = "host" if "host" not in dict(mesh.axes) else f"{axis}_host"
     sizes: dict[str, int] = {}
-    for other, size in shard.mesh.axes:
-        sizes |= {name: hosts, axis: link.local} if other == axis else {other: size}
-    links = {**dict(setting.cluster.links), axis: link.inside, name: between}
-    sharded = dataclasses.replace(shard, mesh=AbstractMesh(**sizes), replicate_axis=name)
+    for name, size in mesh.axes:
+        sizes |= {host: size // link.local, axis: link.local} if name == axis else {name: size}
+    links = dict(setting.cluster.links)
+    links |= {axis: link.inside or link, host: dataclasses.replace(link, inside=None, local=1)}
+    sharded = dataclasses.replace(shard, mesh=AbstractMesh(**sizes), replicate_axis=host)
     cluster = dataclasses.replace(setting.cluster, links=tuple(links.items()))
     return dataclasses.replace(_with(setting, sharded), cluster=cluster)
 
@@ -212,7 +217,9 @@ def _with_micro_batches(start: Start, setting: Setting, micro: int) -> Setting |
     return _with(setting, accumulate(micro))
 
 
-def _with_order(start: Start, setting: Setting, order: str) -> Setting | None:
+def _with_order(
+    start: Start, setting: Setting, order: Literal["batches", "layers"]
+) -> Setting | None:
     if order == "batches":
         return setting
     micro = setting.micro_batches
@@ -247,7 +254,9 @@ KNOBS: tuple[Knob, ...] = (
         lambda order: f"in the order of {order}" if order == "layers" else "",
     ),
     Knob("stage", _stages, _with_stage, lambda n: f"stage {n}"),
-    Knob("replicas", _replicas, _with_replicas, lambda yes: "a replica on each host" if yes else ""),
+    Knob(
+        "replicas", _replicas, _with_replicas, lambda yes: "a replica on each host" if yes else ""
+    ),
     Knob(
         "on_host",
         _on_host,

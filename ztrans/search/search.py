@@ -74,7 +74,7 @@ class _Candidate:
         least: seconds that it cannot beat, as far as is known.
         expected: seconds that it may take; the candidate with the fewest goes on first.
         bound, binds: seconds that no order of its collectives beats, and what sets them.
-        kept: its small programs as planned with memory for everything, and their figures.
+        is_kept: whether its small programs were planned with memory for everything.
     """
 
     setting: Setting
@@ -82,7 +82,10 @@ class _Candidate:
     expected: float
     bound: float = 0.0
     binds: str = "compute"
-    kept: tuple[list[Lowered], Figures] | None = None
+    is_kept: bool = False
+
+
+Advance = Callable[[_Candidate], Planned | None]
 
 
 @ends_at_user
@@ -106,9 +109,9 @@ def search(
         state, batch: the arguments of a call on one rank. Meta tensors are enough.
         cluster: the devices and links, by default H100s on InfiniBand.
         knobs: the values to try of some knobs, in place of all: {"stage": (3,), "micro_batches": (1, 2)}. There are
-            micro_batches, into which the batch is cut; order, of batches or of layers; stage, the ZeRO stage; replicas, whether each host has a replica
-            (HSDP), for an AbstractMesh whose axis is `by_host`; and on_host, "nothing", "activations", "moments" or
-            "everything" in the memory of the host.
+            micro_batches, into which the batch is cut; order, "batches" or "layers"; stage, the ZeRO stage; replicas,
+            whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; and on_host, "nothing",
+            "activations", "moments" or "everything" in the memory of the host.
         seconds: when to stop, once a setting is planned. The notes say how many were not.
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.
@@ -129,11 +132,10 @@ def search(
     traced = plain.trace(state, *batch)
     rows = rows_of(batch)
     start = Start(traced.graph, Setting((), with_schedules(plain.transforms), cluster), rows)
-    everything = list(settings(start, knobs))
+    compute = _seconds_of_products(traced.graph, cluster)
+    candidates = [_Candidate(setting, compute, compute) for setting in settings(start, knobs)]
     plans = _Plans(plain, traced, rows)
 
-    compute = _seconds_of_products(traced.graph, cluster)
-    candidates = [_Candidate(setting, compute, compute) for setting in everything]
     queue = [(c.expected, number) for number, c in enumerate(candidates)]
     found: list[Planned] = []
     dropped: Counter[str] = Counter()
@@ -154,19 +156,25 @@ def search(
         elif found and begin + longest.get(name, 0.0) > deadline:
             dropped["were not planned in time"] += 1
         else:
-            try:
-                planned = advance(candidate)
-            except (DoesNotFit, HostIsFull):
-                dropped["do not fit the memory"] += 1
-            except ValueError as error:
-                dropped[f"are refused: {str(error).splitlines()[0]}"] += 1
-            else:
-                if planned is None:
-                    heapq.heappush(queue, (candidate.expected, number))
-                else:
-                    found.append(planned)
+            result = _attempted(advance, candidate)
             longest[name] = max(longest.get(name, 0.0), time.monotonic() - begin)
+            if result is None:
+                heapq.heappush(queue, (candidate.expected, number))
+            elif isinstance(result, str):
+                dropped[result] += 1
+            else:
+                found.append(result)
     return _found(found, dropped, plans)
+
+
+def _attempted(advance: Advance, candidate: _Candidate) -> Planned | str | None:
+    """The plan of a candidate; None if it goes on, or why it is dropped."""
+    try:
+        return advance(candidate)
+    except (DoesNotFit, HostIsFull):
+        return "do not fit the memory"
+    except ValueError as error:
+        return f"are refused: {str(error).splitlines()[0]}"
 
 
 class _Plans:
@@ -192,9 +200,9 @@ class _Plans:
         self.fastest: dict[Values, float] = {}
         self.expected: dict[Values, float] = {}
 
-    def next_step(self, c: _Candidate) -> tuple[str, Callable[[_Candidate], Planned | None]]:
+    def next_step(self, c: _Candidate) -> tuple[str, Advance]:
         """The next step of a candidate, with its name."""
-        if c.kept is not None:
+        if c.is_kept:
             return "plan within the limit", self.within_limit
         if c.bound:
             return "plan", self.with_memory_for_everything
@@ -244,7 +252,8 @@ class _Plans:
         if key not in self.kept:
             lowered = planned(small, setting.transforms, setting.cluster)
             self.kept[key] = lowered, small.figures(lowered)
-        lowered, figures = c.kept = self.kept[key]
+        lowered, figures = self.kept[key]
+        c.is_kept = True
         if not setting.saves_memory:
             self.fastest[setting.without_savings()] = figures.seconds
         limit = self.limit(setting)
@@ -262,9 +271,9 @@ class _Plans:
         """Plan the small programs within their parts of the limit."""
         setting = c.setting
         small = self.small[setting.micro_batches]
-        limit = self.limit(setting)
-        assert c.kept is not None and limit is not None
-        peaks = [memory(x.graph).peak for x in c.kept[0]]
+        limit = self.limit(setting) or 0
+        kept, _ = self.kept[everything_kept(setting.transforms), setting.cluster]
+        peaks = [memory(x.graph).peak for x in kept]
         lowered = planned_within(small, setting.transforms, setting.cluster, limit, peaks)
         figures = small.figures(lowered)
         return self.row(c, figures._replace(peak=min(figures.peak, limit))), lowered
@@ -363,8 +372,12 @@ def _gains(winner: Row, lowered: Sequence[Lowered], plans: _Plans) -> list[str]:
     before = small.whole([simulate(x.graph, winner.cluster).seconds for x in lowered])
     for axis, link in winner.cluster.links:
         faster = dataclasses.replace(link, bandwidth=2 * link.bandwidth)
-        links = tuple((*pair,) if pair[0] != axis else (axis, faster) for pair in winner.cluster.links)
+        links = tuple(
+            (*pair,) if pair[0] != axis else (axis, faster) for pair in winner.cluster.links
+        )
         cluster = dataclasses.replace(winner.cluster, links=links)
         after = small.whole([simulate(x.graph, cluster).seconds for x in lowered])
-        notes.append(f"with twice the bandwidth of {link.name} over {axis}: {after / before - 1:+.1%} time")
+        notes.append(
+            f"with twice the bandwidth of {link.name} over {axis}: {after / before - 1:+.1%} time"
+        )
     return notes

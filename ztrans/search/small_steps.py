@@ -17,11 +17,11 @@ from ..planning.cost import cost, memory
 from ..planning.limit import DoesNotFit
 from ..planning.lower_bound import lower_bound
 from ..planning.simulate import simulate
-from .fewer_layers import Layer, equal_layers, without_layers
 from ..stages import Lowered, Traced
 from ..transforms.base import Transform
 from ..transforms.offload import Offload
 from ..transforms.remat import remat
+from .fewer_layers import Layer, equal_layers, without_layers
 
 # The layers of each kind in the smallest program, and how many more the others have.
 FEWEST, MORE = 2, 2
@@ -146,7 +146,7 @@ def least_seconds(
 def planned(
     small: SmallSteps, transforms: tuple[Transform, ...], cluster: Cluster
 ) -> list[Lowered]:
-    """The programs as planned with memory for everything: nothing is recomputed, and no activation leaves the device."""
+    """The programs as planned with memory for everything: all activations are kept on the device."""
     kept = everything_kept(transforms)
     return _planned(small, kept, cluster, [_UNLIMITED] * len(small.programs))
 
