@@ -104,8 +104,7 @@ def _with_structure(graph: Graph) -> Iterator[tuple[Hashable, Layer]]:
             continue
         exits = _exits(graph, eqns, layer_of, root[entry], root[exit])
         if exits:
-            bound = {v for e in eqns for v in e.results}
-            inputs = tuple(dict.fromkeys(v for e in eqns for v in e.ins if v not in bound))
+            inputs = _read_from_outside(eqns, eqns, ())
             structure = structures(eqns, inputs, tuple(exits), lambda v: v.type)
             yield structure, Layer(tuple(eqns), exits)
 
@@ -126,19 +125,24 @@ def _exits(
     exits = {exit: entry}
     readers = users(graph)
     here = layer_of[eqns[0]]
-    bound = {v for e in eqns for v in e.results}
     for region in ("forward", "backward"):
         mine = [e for e in eqns if e.region == region]
-        inputs = dict.fromkeys(v for e in mine for v in e.ins)
-        free = [v for v in inputs if not (v in bound or v is entry or v in graph.inputs)]
-        results = [v for e in mine for v in e.results if v is not exit]
-        for v in results:
-            is_read = any(layer_of.get(e, here) != here for e in readers.get(v, ()))
-            like = next((x for x in free if x.is_like(v)), None) if is_read else None
-            if like is not None:
-                exits[v] = like
-                free.remove(like)
+        free = _read_from_outside(mine, eqns, {entry, *graph.inputs})
+        for v in (v for e in mine for v in e.results if v is not exit):
+            if any(layer_of.get(e, here) != here for e in readers.get(v, ())):
+                like = next((x for x in free if x.is_like(v)), None)
+                if like is not None:
+                    exits[v] = like
+                    free.remove(like)
     return exits
+
+
+def _read_from_outside(
+    eqns: Iterable[Eqn], layer: Iterable[Eqn], others: Collection[Var]
+) -> list[Var]:
+    """The values that equations of a layer read and the layer does not compute, without `others`."""
+    excluded = {v for e in layer for v in e.results}.union(others)
+    return [v for v in dict.fromkeys(v for e in eqns for v in e.ins) if v not in excluded]
 
 
 def _layer_of(graph: Graph, forward: Sequence[Stretch]) -> dict[Eqn, int]:
