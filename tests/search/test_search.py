@@ -30,7 +30,13 @@ def cluster(memory: float, slower: float = 50) -> zt.Cluster:
 
 
 ROOMY, TIGHT = cluster(1e9), cluster(14e6)
-SETTINGS = {"micro_batches": (1, 2), "stage": (3, 1), "replicas": (False,), "on_host": ("nothing",)}
+SETTINGS = {
+    "micro_batches": (1, 2),
+    "stage": (3, 1),
+    "replicas": (False,),
+    "on_host": ("nothing",),
+    "tile": (0,),
+}
 ONE = {name: values[:1] for name, values in SETTINGS.items()}
 
 

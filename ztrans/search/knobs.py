@@ -27,6 +27,7 @@ from ..transforms.overlap_grads import overlap_grads
 from ..transforms.prefetch import prefetch
 from ..transforms.remat import remat
 from ..transforms.shard_params import ShardParams
+from ..transforms.tile import tile
 
 Transforms = tuple[Transform, ...]
 Values = tuple[tuple[str, Any], ...]  # (name of a knob, its value)
@@ -136,6 +137,12 @@ def with_schedules(transforms: Transforms) -> Transforms:
     return (*transforms, *missing)
 
 
+def without_savings(transforms: Transforms) -> Transforms:
+    """The transforms of a step without those that only save memory."""
+    saving = (type(tile()), type(offload(memory="auto")), type(remat()))
+    return tuple(t for t in transforms if not isinstance(t, saving))
+
+
 def replaced(transforms: Transforms, new: Transform) -> Transforms:
     """The transforms of a step with `new` in place of the one of its kind, or as the last one."""
     if any(type(t) is type(new) for t in transforms):
@@ -226,6 +233,10 @@ def _with_order(
     return _with(setting, accumulate(micro, order=order)) if micro > 1 else None
 
 
+def _with_tiles(start: Start, setting: Setting, tokens: int) -> Setting | None:
+    return _with(setting, tile(tokens)) if tokens else setting
+
+
 def _on_host(start: Start) -> Sequence[Any]:
     moments = ("moments",) if pattern_of_moments(start.graph) else ()
     return ("nothing", "activations", *moments, "everything")
@@ -256,6 +267,13 @@ KNOBS: tuple[Knob, ...] = (
     Knob("stage", _stages, _with_stage, lambda n: f"stage {n}"),
     Knob(
         "replicas", _replicas, _with_replicas, lambda yes: "a replica on each host" if yes else ""
+    ),
+    Knob(
+        "tile",
+        lambda start: (0, 4096),
+        _with_tiles,
+        lambda tokens: f"tiles of {tokens:,} tokens" if tokens else "",
+        saves_memory=True,
     ),
     Knob(
         "on_host",

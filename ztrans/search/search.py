@@ -110,8 +110,8 @@ def search(
         cluster: the devices and links, by default H100s on InfiniBand.
         knobs: the values to try of some knobs, in place of all: {"stage": (3,), "micro_batches": (1, 2)}. There are
             micro_batches, into which the batch is cut; order, "batches" or "layers"; stage, the ZeRO stage; replicas,
-            whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; and on_host, "nothing",
-            "activations", "moments" or "everything" in the memory of the host.
+            whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; tile, the tokens in a
+            tile of the loss, or 0; and on_host, "nothing", "activations", "moments" or "everything".
         seconds: when to stop, once a setting is planned. The notes say how many were not.
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.

@@ -22,6 +22,7 @@ from ..transforms.base import Transform
 from ..transforms.offload import Offload
 from ..transforms.remat import remat
 from .fewer_layers import Layer, equal_layers, without_layers
+from .knobs import without_savings
 
 # The layers of each kind in the smallest program, and how many more the others have.
 FEWEST, MORE = 2, 2
@@ -131,8 +132,7 @@ def least_seconds(
     seconds: list[float] = []
     state: list[float] = []
     binds = "compute"
-    kept = tuple(t for t in everything_kept(transforms) if not isinstance(t, Offload))
-    for traced in small.with_transforms(kept):
+    for traced in small.with_transforms(without_savings(transforms)):
         graph = traced.without_order(_with_memory(cluster, _UNLIMITED)).graph
         bound = lower_bound(graph, graph, (), cluster, _UNLIMITED)
         if bound is None:
