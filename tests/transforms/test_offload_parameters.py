@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.programs import CASES
-from tests.support.worlds import ALL, batches, on_ranks, slices
+from tests.support.worlds import ALL, batches, lower_traced, on_ranks, slices
 from ztrans.ir.copies import TO_DEVICE, TO_HOST
 from ztrans.ir.liveness import liveness
 
@@ -134,6 +134,24 @@ def test_gradients_on_the_host_are_not_on_the_device_when_backward_ends():
     assert same((state, loss), plain(plain.shard(layers_state(16)), X))
 
 
+def test_a_gradient_that_was_cast_to_a_wider_dtype_leaves_before_the_cast():
+    def clipped(state, x):
+        params = {k: w.detach().requires_grad_() for k, w in state.items()}
+        y = x.bfloat16()
+        for w in params.values():
+            y = torch.tanh(y @ w.bfloat16())
+        loss = y.float().square().mean()
+        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values()))))
+        scale = torch.stack([g.square().sum() for g in grads.values()]).sum().rsqrt()
+        return {k: w - scale * grads[k] for k, w in state.items()}, loss.detach()
+
+    state = layers_state()["params"]
+    graph = WITH_GRADIENTS(clipped).lower(state, X).graph
+    leave = [e.out.dtype for e in graph.eqns if e.op is TO_HOST and "over" not in e.kwargs]
+    assert leave == [torch.bfloat16] * 4
+    assert same(after(WITH_GRADIENTS(clipped), state), after(clipped, layers_state()["params"]))
+
+
 def test_an_update_that_waits_for_nothing_keeps_its_gradient():
     low = WITH_GRADIENTS(layers_step).lower(layers_state(), X)
     assert all("over" in e.kwargs for e in low.graph.eqns if e.op is TO_HOST)
@@ -174,6 +192,31 @@ def test_a_leaf_that_is_still_there_is_not_copied_again(ranks):
     assert sum(after[copy] for copy in brought) < 4
     assert after["to_device", "update", "m.w4"] == 1
     assert low.memory_analysis().peak <= limit
+
+
+def test_two_leaves_with_one_new_value_both_get_it():
+    def step(state, x):
+        return {"a": state["c"], "b": state["c"], "c": state["c"] + x}, x.sum()
+
+    moved = zt.offload(where="[ab]", at_least=0)(step)
+    state = {k: torch.full((4,), float(i)) for i, k in enumerate("abc")}
+    new, _ = moved(moved.shard(state), torch.ones(4))
+    assert [x[0].item() for x in new.values()] == [2.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
+def test_across_steps_is_never_slower(bandwidth):
+    cluster = zt.cluster("h100", host_link=zt.Link("link", 1e-5, bandwidth))
+    traced = zt.Step.of(layers_step).trace(layers_state(), X)
+    within, across = (
+        lower_traced(
+            traced,
+            zt.offload(where="*", at_least=0, across_steps=flag)(layers_step),
+            cluster=cluster,
+        )
+        for flag in (False, True)
+    )
+    assert across.timeline().seconds <= within.timeline().seconds
 
 
 def test_no_cast_of_a_leaf_waits_for_backward():

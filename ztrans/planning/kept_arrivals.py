@@ -71,7 +71,9 @@ def _stays(graph: Graph) -> list[_Stay]:
     lifetimes = liveness(graph)
     size = device_bytes(graph)
     leaves = set(graph.state)
-    copies = [e for e in graph.eqns if is_copy(e) and e.ins[0] in leaves]
+    copies = [
+        e for e in graph.eqns if is_copy(e) and e.out.memory == "device" and e.ins[0] in leaves
+    ]
     stays = []
     for of_leaf in grouped((e.ins[0], e) for e in copies).values():
         for earlier, again in pairwise(of_leaf):

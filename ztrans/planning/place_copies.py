@@ -93,16 +93,13 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
         program = keep_arrivals(graph, (share * room).astype(np.int64))
         if len(program.eqns) < len(programs[-1].eqns):
             programs.append(program)
-    carries = graph.hints.carry_copies
-    placed = [
-        _placed(_in_sets(program, allowed), cluster, allowed, carries) for program in programs
-    ]
-    best = _fastest(placed, cluster)
-    if not best.carried_futures:
-        return best
-    program = programs[placed.index(best)]
-    within_step = _placed(_in_sets(program, allowed), cluster, allowed, carries=False)
-    return _fastest([best, within_step], cluster)
+    placed = []
+    for carries in (True, False) if graph.hints.carry_copies else (False,):
+        for program in programs:
+            placed.append(_placed(_in_sets(program, allowed), cluster, allowed, carries))
+    if len(placed) == 1:
+        return placed[0]
+    return min(placed, key=lambda program: simulate(program, cluster).seconds)
 
 
 def room_for_copies(graph: Graph) -> int:
@@ -110,13 +107,6 @@ def room_for_copies(graph: Graph) -> int:
     size = local_bytes(graph)
     arriving = [e.out for e in graph.eqns if is_copy(e) and e.ins[0].memory != "device"]
     return _AHEAD * max((size(v) for v in arriving if v.memory == "device"), default=0)
-
-
-def _fastest(programs: Sequence[Graph], cluster: Cluster) -> Graph:
-    """The first of the fastest programs."""
-    if len(programs) == 1:
-        return programs[0]
-    return min(programs, key=lambda program: simulate(program, cluster).seconds)
 
 
 def _placed(graph: Graph, cluster: Cluster, allowed: int, carries: bool) -> Graph:

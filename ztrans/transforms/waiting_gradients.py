@@ -4,7 +4,8 @@
     ...                                   -->    ...
     m1 = lerp(m, mul(g, scale))                  g' = wait(to_device(h)); m1 = lerp(m, mul(g', scale))
 
-What the update computes from one gradient alone, such as the sum of its squares, is computed before it leaves.
+What the update computes from one gradient alone, such as the sum of its squares, is computed before it leaves. A
+gradient that was cast to a wider dtype leaves as it was before the cast, which is repeated.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from ..ir.copies import to_device, to_host, wait_for_copy
 from ..ir.graph import Eqn, Graph, Var, variables
+from ..ir.op_facts import CAST
 from ..ir.rewriter import Rewriter
 
 Gradients = frozenset[
@@ -24,15 +26,22 @@ def gradients_on_host(graph: Graph, at_least: int) -> Graph:
     """Copy each value of at least so many bytes that waits for other gradients to the host, and back for its update."""
     new = Rewriter(graph)
     for v, readers in _waiting(graph, new.makers, at_least).items():
-        maker = new.makers[v]
-        leaves = to_host(v, new.fresh_name(f"{v.name}.host")).like(maker, "update")
+        cast = new.makers[v]
+        is_widened = cast.op is CAST and cast.ins[0].dtype.itemsize < v.dtype.itemsize
+        sent = cast.ins[0] if is_widened and cast.ins[0] in new.makers else v
+        maker = new.makers[sent]
+        leaves = to_host(sent, new.fresh_name(f"{v.name}.host")).like(maker, "update")
         on_host = wait_for_copy(leaves.out).like(leaves)
         new.insert_after(maker, leaves, on_host)
+
         returns = to_device(on_host.out, new.fresh_name(f"{v.name}.device"))
         returns = returns.like(readers[0], "update")
-        on_device = wait_for_copy(returns.out).like(returns)
-        new.insert_before(readers[0], returns, on_device)
-        new.replace_reads(readers, v, on_device.out)
+        eqns = [returns, wait_for_copy(returns.out).like(returns)]
+        if sent is not v:
+            widened = new.fresh(v, ".again")
+            eqns.append(cast.replace(args=(eqns[-1].out,), outs=(widened,)).like(returns))
+        new.insert_before(readers[0], *eqns)
+        new.replace_reads(readers, v, eqns[-1].out)
     return new.applied()
 
 
