@@ -194,3 +194,30 @@ def test_nearly_all_programs_have_as_much_live_as_their_schedules_count():
     assert len(peaks) > 80
     assert sum(count <= 1.01 * analysed for analysed, count in peaks) > 0.85 * len(peaks)
     assert sum(count == analysed for analysed, count in peaks) > 0.6 * len(peaks)
+
+
+def test_leaves_that_a_step_averages_as_they_are_count_as_state():
+    """A leaf is live throughout, so its reduction adds what it sends and receives, and no gradient."""
+
+    def step(state, x):
+        means = zt.pmean(state["w"], "host")
+        g = torch.func.grad(lambda w: (x @ w).square().mean())(state["w"])
+        return {"w": means - 0.1 * g, "b": zt.pmean(state["b"], "host")}, None
+
+    mesh = zt.AbstractMesh(host=2, dp=2)
+    shard = zt.shard_params(mesh, independent_axis="host")
+    state = {"w": torch.zeros(64, 8), "b": torch.zeros(64)}
+    link = Link("wire", 1e-4, 1e8)
+    cluster = zt.cluster("cpu", dp=link, host=link)
+    lowered = zt.chain(shard, zt.overlap_grads())(step).lower(
+        state, torch.ones(2, 64), cluster=cluster
+    )
+    s = skeleton(lowered.unordered)
+    assert s.born[:2] == (-1, -1)
+    problem = formulate(s, cluster, float("inf"), "eager")
+    peaks = []
+    for schedule in schedules(problem, Random(0), 20):
+        analysed = memory(zt.ir.check(realise(s, schedule, problem))).peak
+        peaks.append((analysed, counted(problem, schedule)))
+    assert all(analysed <= count for analysed, count in peaks)
+    assert sum(count == analysed for analysed, count in peaks) > 0.6 * len(peaks)

@@ -269,8 +269,12 @@ class _ReductionBuffers:
         """Add a storage that exists after the wait for reduction `i`.
 
         An update that needs it may need later reductions too. Then the storage counts with reduction `i` up to the
-        first place where such a reduction can be waited for, and from there on with that reduction.
+        first place where such a reduction can be waited for, and from there on with that reduction. A storage that the
+        program returns counts with reduction `i` to the end.
         """
+        if storage in self.uses.outputs:
+            self.buffers[i].append(Buffer(size, first, self.uses.last_slot(storage)))
+            return
         groups = [self.uses.groups[u] for u in self.uses.needed_by.get(storage, ())]
         later_reductions = {max(group.after, default=i) for group in groups} - {i}
         last = self.uses.last_slot(storage)

@@ -248,7 +248,7 @@ def _values(problem: Problem) -> Iterator[tuple[Gather, int, int]]:
 
 def _room(problem: Problem) -> np.ndarray:
     """By operation, the memory that is left beside the bytes that are live in every schedule."""
-    buffers = [Buffer(r.bytes, r.born, r.born) for r in problem.reductions]
+    buffers = [Buffer(r.bytes, r.born, r.born) for r in problem.reductions if r.born >= 0]
     for g, idle_since, size in _values(problem):
         # A value that is live from an earlier gather has been counted up to its last use there.
         first = max(g.use, idle_since)

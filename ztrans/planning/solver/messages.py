@@ -135,6 +135,8 @@ class ReductionBytes:
     """The bytes of a bucket of reductions.
 
     Attributes:
+        computed: the members whose gradients an operation computes. A leaf of the state, which a `pmean` sends as it
+            is, is live throughout, and counts as state.
         sent, allocated: the buffers that begin at its start, and at its wait.
         awaiting: the results of other reductions that are live until its wait.
         staying: the buffers that are live after its wait, without temporaries.
@@ -144,6 +146,7 @@ class ReductionBytes:
     def __init__(self, members: Sequence[Reduction]) -> None:
         buffers = list(chain.from_iterable(r.buffers for r in members))
         self.members = members
+        self.computed = [r for r in members if r.born >= 0]
         self.sent = [buffer for buffer in buffers if buffer.first == AT_START]
         self.allocated = [buffer for buffer in buffers if buffer.first == AT_WAIT]
         self.awaiting = [buffer for buffer in buffers if buffer.first >= 0]
@@ -152,8 +155,8 @@ class ReductionBytes:
 
     @functools.cached_property
     def gradients(self) -> int:
-        """The bytes of the gradients of all members."""
-        return _total(self.members)
+        """The bytes of the gradients of all members, without leaves of the state."""
+        return _total(self.computed)
 
     @functools.cached_property
     def starting(self) -> int:
@@ -163,7 +166,7 @@ class ReductionBytes:
     @functools.cached_property
     def under_way(self) -> int:
         """The bytes between its start and its wait."""
-        return _total(self.sent) + _total(r for r in self.members if not r.copied)
+        return _total(self.sent) + _total(r for r in self.computed if not r.copied)
 
     @functools.cached_property
     def awaiting_bytes(self) -> int:
@@ -180,7 +183,7 @@ class ReductionBytes:
 
     def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
         """All buffers of the bucket, if it starts and is waited for at these places."""
-        for r in self.members:
+        for r in self.computed:
             yield Buffer(r.bytes, 2 * r.born + 1, 2 * start - 1)
         for buffer in self.awaiting:
             yield Buffer(buffer.bytes, buffer.first, 2 * wait)
