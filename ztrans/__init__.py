@@ -6,6 +6,7 @@ from .ir.layout import AbstractMesh
 from .ir.registered_rules import sharding_rule
 from .lift.lift import lift
 from .lift.lifted_state import write_back
+from .local_steps import local_steps, nesterov
 from .ops import global_mean, pmax, pmean, pmin, psum, pvary
 from .planning.cluster import Cluster, Device, Link, by_host, cluster
 from .planning.plan import Plan
@@ -41,10 +42,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
     "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
-    "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "make_mesh", "offload",
-    "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch", "psum", "pvary", "remat",
-    "request_stop", "save", "search", "shard_params", "sharding_rule", "stages", "state_dict", "stop_on",
-    "stream_weights", "testing", "tile", "write_back",
+    "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "local_steps",
+    "make_mesh", "nesterov", "offload", "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch",
+    "psum", "pvary", "remat", "request_stop", "save", "search", "shard_params", "sharding_rule", "stages",
+    "state_dict", "stop_on", "stream_weights", "testing", "tile", "write_back",
 ]  # fmt: skip
 
 
