@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
 
 HOSTS = zt.AbstractMesh(host=2, dp=2)
@@ -53,7 +54,7 @@ def on_hosts(step, *, stage: int = 3, transforms=ALL, **options) -> zt.Step:
 
 
 class Trained:
-    """Local steps that run on four ranks in lock-step. `state` has all replicas as the first dim of their leaves."""
+    """Local steps that run in lock-step. `state` has all replicas as the first dim of their leaves."""
 
     def __init__(self, local: zt.LocalSteps, state: dict | None = None) -> None:
         self.local = local
@@ -199,6 +200,15 @@ def test_shared_parameters_may_be_cut_over_all_hosts(stage):
         assert distance(replica(run.state["state"], host), hosts[host]) < 1e-5
     assert distance(run.state["outer"], shared) < 1e-5
     assert distance(run.state["momentum"], momentum) < 1e-5
+    if stage:
+        # A reduce_scatter and a gather over all ranks, each of three of the four parts of 2 x 5 and 2 numbers.
+        assert run.over_hosts(run.local.sync) == 2 * 3 * (2 * 5 + 2) * 4
+        sent = [
+            e.op.name
+            for e in run.programs[run.local.sync].graph.eqns
+            if "host" in e.kwargs.get("axis", "")
+        ]
+        assert set(sent) == {"reduce_scatter", "all_gather"}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -326,3 +336,26 @@ def test_errors_say_what_to_write():
         local.init({"w": torch.ones(2)})
     with pytest.raises(ValueError, match=r"parts=3, and there are 2 parameters(?s:.*)at most 2"):
         local.parts[0].lower(local.init(first_state()), batches(1)[0][0])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_resume_with_their_bits_and_a_lost_rank_ends_a_sync():
+    rows = run_ranks(2, "local_ranks.py")
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=1), independent_axis="host")
+    run = Trained(
+        zt.local_steps(zt.chain(shard, *ALL)(momentum_step), 4, zt.nesterov(0.7), parts=2)
+    )
+    for i, xs in enumerate(batches(9)):
+        run.run(xs[:2], run.local.at(i))
+    run.run(batches(1)[0][:2], run.local.sync)
+    for row in rows:
+        host = row["rank"]
+        assert row["resumed"] == row["went_on"]
+        mine = pytree.tree_map(lambda x, host=host: x[host].tolist(), run.state)
+        assert row["synchronized"] == mine, "bits of lock-step"
+        assert row["evaluated"] == pytest.approx(row["by_module"])
+    assert rows[0]["synchronized"]["state"]["params"] == rows[1]["synchronized"]["state"]["params"]
+    lost = rows[0]["lost"]
+    assert lost["kind"] == "LostRank" and lost["after"] < 30
+    assert "momentum_step_and_sync" in lost["text"] and "rank 1" in lost["text"].lower()

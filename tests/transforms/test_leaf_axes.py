@@ -269,10 +269,13 @@ def test_leaves_of_each_host_beside_leaves_of_all_hosts(stage):
     mean = {k: (params[0][k] + params[1][k]) / 2 for k in params[0]}
     truth, _ = sync({"params": mean, **shared})
     assert distance(new[0], truth) < 1e-6 and distance(new[1], truth) < 1e-6
-    # Two ranks hold each leaf of a host, and each of them reduces its own part with the other host.
-    parts = 1 if stage == 0 else 2
-    w, b, scale = 8 * 6 * 4, 6 * 4 if stage else 5 * 4, 4
-    assert cost.over("host", "pmean") == w // parts + b // parts + scale
+    scale = 4
+    if stage == 0:
+        assert cost.over("host", "pmean") == 8 * 6 * 4 + 5 * 4 + scale
+    else:
+        # The mean is scattered to the four ranks that hold its parts, two rows each. No rank has a whole one.
+        assert cost.over("host", "pmean") == scale
+        assert cost.over("host*dp", "pmean") == 3 * 2 * (6 + 1) * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -329,25 +329,36 @@ class Walk:
             x = multiple
         if varying_axes:
             reduced_axes = self.axes.cover(varying_axes)
-            split = self.split_of_reduced(x, out, reduced_axes)
+            split = self.split_of_reduced(x, out, op, reduced_axes)
+            if split is not None and {*members_of(reduced_axes)} < {*members(split.axis)}:
+                reduced_axes = [split.axis]
             self.values.reduce(x, out, reduced_axes, split, eqn, op=op, role="pmean", path=out.name)
         elif x is not out:
             self.values.bind(out, self.values.value(x, eqn))
 
-    def split_of_reduced(self, x: Var, out: Var, reduced_axes: Sequence[str]) -> Split | None:
+    def split_of_reduced(
+        self, x: Var, out: Var, op: str, reduced_axes: Sequence[str]
+    ) -> Split | None:
         """The split of `out`, the reduced value of `x`; None if it is whole.
 
-        Forward, backward and the caller read whole values. If `x` is cut over another axis, each part is reduced by
-        itself.
+            m = all_reduce(x, mean, host); s = shard(m, host*dp)   -->   s = reduce_scatter(x, mean, host*dp)
+
+        Forward, backward and the caller read whole values. What the update reads as cut over a joint axis is reduced
+        over all of that axis: along its other members `x` is the same on all ranks. If `x` is cut over another axis,
+        each part is reduced by itself.
         """
         readers = self.readers.get(out, [])
         is_read_whole = not all(map(may_run_on_shards, readers))
         if is_read_whole or self.is_returned(out):
             return None
+        split = self.split_of_readers(out, readers)
+        if split is not None and op != "sum":
+            joined = {*members(split.axis)}
+            if self.varies_over(x) & joined == {*members_of(reduced_axes)} < joined:
+                return split
         layout = self.layout_of(x)
         if layout:
             return layout[0] if isinstance(layout[0], Split) else None
-        split = self.split_of_readers(out, readers)
         return split if split is not None and split.axis in reduced_axes else None
 
     def is_returned(self, v: Var) -> bool:
@@ -361,9 +372,17 @@ class Walk:
         return False
 
     def split_of_readers(self, out: Var, readers: Sequence[Eqn]) -> Split | None:
-        """The split in which the update reads a value; None if it is whole. A new leaf has the split of the old one."""
+        """The split in which the update reads a value; None if it is whole.
+
+        A new leaf has the split of the old one, and an operand of an equation that of the other operand.
+        """
         graph = self.graph
         splits = {leaf.split for leaf, new in zip(self.leaves, graph.new_state) if new is out}
+        for e in readers:
+            for v in e.ins:
+                operand = self.values.with_layout.get(v)
+                if operand is not None and operand.split and v.shape == out.shape:
+                    splits.add(operand.split)
         if splits:
             return splits.pop() if len(splits) == 1 else None
         if self.options.stage == 0 or not readers or not out.shape:
