@@ -50,6 +50,13 @@ def test_the_mlp_example_learns(example, capsys):
 
 
 @pytest.mark.slow
+def test_the_diloco_example_learns(example, capsys):
+    losses = example("diloco").main(steps=100, h=10, parts=2, width=32)
+    assert losses[-1] < losses[0] / 2
+    assert printed(capsys.readouterr().out).keys() == {19, 39, 59, 79, 99}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_gpt_example_learns(example, bf16):
     gpt = example("gpt")

@@ -1,0 +1,1 @@
+"""What local steps save between hosts, and what they cost in loss."""
