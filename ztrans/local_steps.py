@@ -256,9 +256,10 @@ def _trained(name: str, fn: Callable, state: Any) -> Tensors:
             f"local_steps: the state of {name} has {keys}, and local steps average the tensors that it has at "
             f"'params'.\nMake it a dict, with the parameters at 'params' and everything else at other keys."
         )
-    frozen = set()
-    for module in fn.modules() if isinstance(fn, ExtraInputs) else ():
-        frozen.update(key for key, p in module.named_parameters() if not p.requires_grad)
+    frozen: set[str] = set()
+    if isinstance(fn, ExtraInputs):
+        for module in fn.modules():
+            frozen.update(key for key, p in module.named_parameters() if not p.requires_grad)
     return {key: p for key, p in leaves.items() if key not in frozen and p.dtype.is_floating_point}
 
 

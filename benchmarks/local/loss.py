@@ -130,7 +130,7 @@ def picture(losses: dict[str, list[float]]) -> Figure:
     top.axvline(WARM, color="gray", linestyle=":", linewidth=1)
     top.set(ylabel="validation loss (nats per byte)", title="A byte-level GPT on two hosts")
     top.legend(frameon=False)
-    bottom.set(ylabel=f"% above {BASE!r}", xlabel="step")
+    bottom.set(ylabel="difference, %", xlabel="step")
     bottom.axhline(0, color="black", linewidth=0.5)
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
