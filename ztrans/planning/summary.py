@@ -102,8 +102,8 @@ class Summary:
             limit = f"{self.memory.peak / simulated.limit:.1%} of {format_bytes(simulated.limit)}"
         row("peak memory", [format_bytes(self.memory.peak)], limit)
         row("  state", [format_bytes(self.memory.state)])
-        if self.memory.host_peak:
-            row("  on the host", [format_bytes(self.memory.host_peak)])
+        for kind, peak in self.memory.other_peaks.items():
+            row(f"  on the {kind}", [format_bytes(peak)])
         row("received", [format_bytes(self.cost.wire_bytes)])
         for axis in dict.fromkeys(axis for (axis, _), _ in self.cost.wire):
             links = [
