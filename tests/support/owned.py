@@ -58,6 +58,24 @@ def psgd(p, g, k):
     return p * (1 - 0.01 / (1 + change.norm())) - 0.02 * change, {"columns": q}
 
 
+def twice(p, g, k):
+    """Two chains. What is between them reads two moments, so it runs on shards."""
+    change = g @ g.mT @ g
+    m = torch.addcmul(k["m"], k["v"], change)
+    return p - 0.02 * m @ m.mT @ m, {"m": m, "v": k["v"]}
+
+
+def twice_scaled(p, g, k):
+    """The second chain also reads a scalar of the first, so they are one chain that runs on shards in between."""
+    change = g @ g.mT @ g
+    m = torch.addcmul(k["m"], k["v"], change)
+    return p - 0.02 * (m @ m.mT @ m) / (1 + change.norm()), {"m": m, "v": k["v"]}
+
+
+def ones(p):
+    return {"m": torch.ones_like(p) / 8, "v": torch.ones_like(p)}
+
+
 def zeros(p):
     return {"m": torch.zeros_like(p)}
 
@@ -76,6 +94,8 @@ OPTIMIZERS: dict[str, tuple[Any, Update]] = {
     "soap": (averages("rows", "columns", "v", "t"), soap),
     "shampoo": (averages("rows", "columns"), shampoo),
     "psgd": (averages("columns"), psgd),
+    "twice": (ones, twice),
+    "twice_scaled": (ones, twice_scaled),
 }
 
 

@@ -60,7 +60,14 @@ def products(program):
 
 @pytest.mark.parametrize(
     "name, ranks, stage",
-    [("muon", 2, 3), ("muon", 3, 1), ("soap", 4, 2), ("shampoo", 3, 3), ("psgd", 2, 1)],
+    [
+        ("muon", 2, 3),
+        ("muon", 3, 1),
+        ("soap", 4, 2),
+        ("shampoo", 3, 3),
+        ("psgd", 2, 1),
+        ("twice", 3, 2),
+    ],
 )
 def test_the_bits_are_those_of_the_program_in_which_every_rank_updates_all(name, ranks, stage):
     """Also with a rank left over in a group, and with parts of other sizes, or empty ones."""
@@ -198,6 +205,14 @@ def test_a_result_that_is_read_whole_stays(monkeypatch):
     programs = [lowered(case, 2, shard(2), *chain) for chain in ((), (OWNED,))]
     assert sent(programs[1])[0] == sent(programs[0])[0]
     assert any("is read whole" in note for note in programs[1].graph.hints.notes)
+
+
+def test_a_chain_that_runs_on_shards_in_between_stays():
+    case = owned_case("twice_scaled")
+    programs = [lowered(case, 2, shard(2), *chain) for chain in ((), (OWNED,))]
+    assert equal(*(trained(case, 2, program, 2) for program in programs))
+    notes = programs[1].graph.hints.notes
+    assert any("it runs on shards in between" in note for note in notes), notes
 
 
 def test_what_a_group_sends_is_stacked_in_the_update_also_if_the_state_has_it():

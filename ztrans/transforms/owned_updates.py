@@ -194,8 +194,10 @@ class Chain:
     def note(self, reason: str) -> str:
         """A note that says why every rank computes this chain. Many chains may have the same."""
         line = where(self.eqns[0].source)
-        types = ", ".join(start.ins[0].type for start in self.gathers)
-        return f"owned_updates: every rank computes an update from {types}: {reason}\n  at {line}"
+        types = list(dict.fromkeys(start.ins[0].type for start in self.gathers))
+        if len(types) > 3:
+            types[3:] = [f"{len(types) - 3} more"]
+        return f"owned_updates: every rank computes an update from {', '.join(types)}: {reason}\n  at {line}"
 
 
 def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
@@ -234,7 +236,9 @@ def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
             found.append(new)
         else:
             notes.append(new.note(new.problem))
-    return _as_they_get_ready(graph, found), notes
+    ready, circular = _as_they_get_ready(graph, found)
+    notes += [each.note("it runs on shards in between") for each in circular]
+    return ready, notes
 
 
 def _chain(
@@ -273,8 +277,8 @@ def _before_widening(v: Var, makers: Mapping[Var, Eqn]) -> tuple[Var, tuple[Eqn,
     return v, tuple(casts)
 
 
-def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> list[Chain]:
-    """The chains sorted by their places, which become known here. A chain that needs its own results is left out."""
+def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> tuple[list[Chain], list[Chain]]:
+    """The chains sorted by their places, which become known here, and those that need results of their own."""
     bit_of: dict[Eqn, int] = {}
     for k, each in enumerate(found):
         bit_of.update(dict.fromkeys(each.eqns, 1 << k))
@@ -289,16 +293,17 @@ def _as_they_get_ready(graph: Graph, found: Sequence[Chain]) -> list[Chain]:
         chains_before.update(dict.fromkeys(e.results, bits))
         ready.update(dict.fromkeys(e.results, last_product))
 
-    sorted_chains = []
+    ready_chains: list[Chain] = []
+    circular: list[Chain] = []
     for k, each in enumerate(found):
         bits = 0
         for v in (*(start.ins[0] for start in each.gathers), *each.outside):
             bits |= chains_before.get(v, 0)
-        if not bits & 1 << k:
-            place = max(ready.get(start.ins[0], 0) for start in each.gathers)
-            # A chain needs all chains that those before it need, so depths grow from chain to chain.
-            sorted_chains.append(dataclasses.replace(each, ready=place, depth=bits.bit_count()))
-    return sorted(sorted_chains, key=lambda each: each.ready)
+        place = max(ready.get(start.ins[0], 0) for start in each.gathers)
+        # A chain needs all chains that those before it need, so depths grow from chain to chain.
+        each = dataclasses.replace(each, ready=place, depth=bits.bit_count())
+        (circular if bits & 1 << k else ready_chains).append(each)
+    return sorted(ready_chains, key=lambda each: each.ready), circular
 
 
 # ---- the new program
