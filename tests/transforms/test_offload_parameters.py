@@ -146,9 +146,11 @@ def test_a_gradient_that_was_cast_to_a_wider_dtype_leaves_before_the_cast():
         return {k: w - scale * grads[k] for k, w in state.items()}, loss.detach()
 
     state = layers_state()["params"]
-    graph = WITH_GRADIENTS(clipped).lower(state, X).graph
-    leave = [e.out.dtype for e in graph.eqns if e.op is TO_HOST and "over" not in e.kwargs]
-    assert leave == [torch.bfloat16] * 4
+    one_rank = (zt.shard_params(zt.AbstractMesh(dp=1)), WITH_GRADIENTS, *ALL)
+    for transforms in ((WITH_GRADIENTS,), one_rank):
+        graph = zt.chain(*transforms)(clipped).lower(state, X).graph
+        leave = [e.out.dtype for e in graph.eqns if e.op is TO_HOST and "over" not in e.kwargs]
+        assert leave == [torch.bfloat16] * 4
     assert same(after(WITH_GRADIENTS(clipped), state), after(clipped, layers_state()["params"]))
 
 

@@ -21,7 +21,7 @@ from ..ir.layout import LeafSharding
 from ..ir.op_facts import is_random, is_view_or_cast
 from ..ir.printer import first_names, format_bytes
 from ..ir.rewriter import Rewriter, prerequisites, reordered
-from ..rewrites.erase import erase_marks
+from ..rewrites.erase import erase_marks, erase_trivial
 from .base import Transform, byte_count, constructor, program_shardings
 from .sharding.rank_values import Phase, next_phase
 from .waiting_gradients import gradients_on_host
@@ -159,7 +159,10 @@ class Offload(Transform):
             raise _matches_none(where, self.at_least, graph)
         # A mark reads a leaf only to name it.
         graph = _MovingLeaves(erase_marks(graph), memory_of).program()
-        return leaf_by_leaf(gradients_on_host(graph, self.at_least) if self.gradients else graph)
+        if self.gradients:
+            # On one rank a reduction would hide the cast of a gradient.
+            graph = gradients_on_host(erase_trivial(graph), self.at_least)
+        return leaf_by_leaf(graph)
 
 
 def leaf_by_leaf(graph: Graph) -> Graph:

@@ -39,7 +39,8 @@ def gradients_on_host(graph: Graph, at_least: int) -> Graph:
         eqns = [returns, wait_for_copy(returns.out).like(returns)]
         if sent is not v:
             widened = new.fresh(v, ".again")
-            eqns.append(cast.replace(args=(eqns[-1].out,), outs=(widened,)).like(returns))
+            again = cast.replace(args=(eqns[-1].out,), outs=(widened,), hint=None)
+            eqns.append(again.like(returns))
         new.insert_before(readers[0], *eqns)
         new.replace_reads(readers, v, eqns[-1].out)
     return new.applied()
