@@ -67,6 +67,7 @@ TRANSFORMS = [
     *(zt.delay_weight_grads(), zt.delay_weight_grads(most=1)),
     *(
         zt.offload(where="momentum.*", at_least=0),
+        zt.offload(where="*", gradients=True, at_least=0),
         zt.offload(where="momentum.*", at_least=0, across_steps=True),
     ),
     zt.offload(memory=1 << 20),
