@@ -53,7 +53,7 @@ class Row:
     is_pareto: bool = False
 
     def lower(self) -> Lowered:
-        """The program of the whole step. It is traced again if the step has other micro-batches than the first one."""
+        """The program of the whole step, which takes as long as `step.lower`, but for the trace."""
         return self.traced.lower(cluster=self.cluster)
 
     @property

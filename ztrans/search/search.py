@@ -183,7 +183,7 @@ class _Plans:
     Attributes:
         step, traced: the step, and its program for the whole batch.
         rows: the samples of the batch of a rank.
-        small: the small programs, by the number of micro-batches.
+        whole, small: the traced step and its small programs, by the number of micro-batches.
         kept: the small programs with memory for everything, by their transforms and cluster.
         bounds: the bound, what sets it and the bytes of the state, by the values that do more than to save memory.
         fastest: the seconds with memory for everything, by the same values.
@@ -194,6 +194,7 @@ class _Plans:
         self.step = step
         self.traced = traced
         self.rows = rows
+        self.whole: dict[int, Traced] = {}
         self.small: dict[int, SmallSteps] = {}
         self.kept: dict[Hashable, tuple[list[Lowered], Figures]] = {}
         self.bounds: dict[Values, tuple[float, str, float]] = {}
@@ -231,6 +232,7 @@ class _Plans:
         setting = c.setting
         if setting.micro_batches not in self.small:
             traced = self.traced.with_transforms(setting.transforms)
+            self.whole[setting.micro_batches] = traced
             self.small[setting.micro_batches] = small_steps(traced)
         small = self.small[setting.micro_batches]
         key = setting.without_savings()
@@ -308,7 +310,7 @@ class _Plans:
             bound=c.bound,
             binds=c.binds,
             layers=self.small[setting.micro_batches].layers,
-            traced=dataclasses.replace(self.traced, transforms=setting.transforms),
+            traced=self.whole[setting.micro_batches].with_transforms(setting.transforms),
         )
 
 
