@@ -189,9 +189,8 @@ def measured(vocab: int, batch: int, rounds: int) -> Iterator[Row]:
         lifted, state = zt.lift(step, model, step.optimizer)
         transformed = zt.chain(*transforms)(lifted)
         compiled = transformed.lower(state, tokens).compile()
-        planned[name] = (
-            compiled.lowered.memory_analysis().peak if hasattr(compiled, "lowered") else 0
-        )
+        memory = compiled.lowered.memory_analysis()
+        planned[name], state_bytes = memory.peak, memory.state
         calls[name] = _stateful(compiled, [state], tokens)
 
     seconds: dict[str, list[float]] = {name: [] for name in calls}

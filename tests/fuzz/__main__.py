@@ -56,7 +56,7 @@ def report(seeds: range, failures: list[str], seconds: float) -> str:
     options = Counter(
         f"{k}={getattr(v, '__name__', v)}" for case in cases for k, v in case.options.shard
     )
-    options.update(t.name for case in cases for t in (*case.options.before, *case.options.after))
+    options.update(t.name for case in cases for t in case.options.others)
     options.update(f"dp={case.options.ranks}" for case in cases)
     options.update("prefetch" for case in cases if case.options.prefetch is not None)
     options.update(

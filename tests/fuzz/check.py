@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from ztrans.planning.limit import DoesNotFit
+from ztrans.transforms.base import rewritten
 
 from .options import Options
 from .programs import Program
@@ -80,7 +81,8 @@ def check(case: Case) -> None:
     batches = [_cut(program.batch(options.world, k), options.world) for k in range(STEPS)]
     # Every program of the case comes from one trace, of a rank's batch: tracing takes most of the time.
     traced = zt.Step(step_of(program)).trace(program.state(), *batches[0][0])
-    plain = _through(traced, options.sharding).lower()
+    options = _with_possible_tiles(options, traced)
+    plain = _through(traced, *options.tiles, options.sharding).lower()
     lowered = _lowered(options, traced, plain)
     for each in (plain, lowered):
         zt.ir.check(each.graph)
@@ -101,6 +103,18 @@ def check(case: Case) -> None:
         )
     if not program.rounds and options.reduce_dtype is None:
         _check_alone(program, traced, batches)
+
+
+def _with_possible_tiles(options: Options, traced: zt.stages.Traced) -> Options:
+    """The options without tiles if the widest values of the step cannot be cut."""
+    try:
+        for transform in options.tiles:
+            rewritten(traced.graph, transform)
+    except ValueError as error:
+        if not str(error).startswith("tile: "):
+            raise
+        return dataclasses.replace(options, tiles=())
+    return options
 
 
 def _through(traced: zt.stages.Traced, *transforms: zt.Transform) -> zt.stages.Traced:

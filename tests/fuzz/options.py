@@ -19,7 +19,8 @@ from .programs import Program
 class Options:
     """The mesh, transforms and cluster that a program is lowered with.
 
-    `before` and `after` are the transforms before and after `shard_params`. `budget` is the memory budget as a
+    `before` and `after` are the transforms before and after `shard_params`. The step is cut into `tiles`, if it can be:
+    then its sums have another order, so the program without schedules has them too. `budget` is the memory budget as a
     fraction of the peak of the program in its written order, or None for no budget.
     """
 
@@ -31,6 +32,7 @@ class Options:
     prefetch: tuple[tuple[str, Any], ...] | None
     budget: float | None
     cluster: tuple[str, str]
+    tiles: tuple[zt.Transform, ...] = ()
 
     @staticmethod
     def draw(program: Program, chance: Random) -> Options:
@@ -85,6 +87,7 @@ class Options:
             after.append(
                 zt.offload(where="*", gradients=gradients, across_steps=across_steps, at_least=0)
             )
+        tiles = (zt.tile(parts=chance.choice([2, 3, 4])),) if chance.random() < 0.3 else ()
         return Options(
             ranks,
             hosts,
@@ -94,6 +97,7 @@ class Options:
             prefetch,
             budget,
             cluster,
+            tiles,
         )
 
     @property
@@ -132,12 +136,17 @@ class Options:
         fetch = (
             () if self.prefetch is None else (zt.prefetch(memory=memory, **dict(self.prefetch)),)
         )
-        return (*self.before, self.sharding, *self.after, *fetch)
+        return (*self.before, self.sharding, *self.after, *self.tiles, *fetch)
+
+    @property
+    def others(self) -> tuple[zt.Transform, ...]:
+        """All transforms but `shard_params` and `prefetch`."""
+        return (*self.before, *self.after, *self.tiles)
 
     @property
     def name(self) -> str:
         shown = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in self.shard)
-        others = " > ".join(map(repr, (*self.before, *self.after)))
+        others = " > ".join(map(repr, self.others))
         fetch = (
             ""
             if self.prefetch is None
