@@ -1,7 +1,5 @@
 """`tile`: the loss and the MLPs of a step run in tiles of the tokens."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,6 +118,37 @@ def test_tokens_of_any_batch_and_sequence(shape, parts):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
+def per_token(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+
+
+LOSSES = {
+    "by_hand": lambda y, t: (y.logsumexp(-1) - y.gather(-1, t[..., None])[..., 0]).mean(),
+    "one_hot": lambda y, t: -(y.log_softmax(-1) * F.one_hot(t, VOCAB)).sum(-1).mean(),
+    "z_loss": lambda y, t: per_token(y, t).mean() + 0.01 * y.logsumexp(-1).square().mean(),
+    "masked": lambda y, t: (per_token(y, t) * (t.flatten() != 3)).sum() / (t != 3).sum(),
+    "soft_cap": lambda y, t: per_token(9 * torch.tanh(y / 9), t).mean(),
+    "accuracy": lambda y, t: per_token(y, t).mean() + (y.argmax(-1) == t).double().mean(),
+    "smoothed": lambda y, t: F.cross_entropy(
+        y.flatten(0, 1), t.flatten(), ignore_index=3, label_smoothing=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_any_form(name):
+    def loss(params, ids, target):
+        x = F.embedding(ids, params["table"]) @ params["up"] @ params["down"]
+        return LOSSES[name](F.linear(x, params["table"]), target)
+
+    state, batch = state_of(torch.float64), tokens(2, 12)
+    plain, tiled = (lower(step_of(loss), state, batch, *t) for t in ((), (zt.tile(parts=4),)))
+    # What is left are the values of the product before the table.
+    assert (wide(plain), wide(tiled)) == (24 * VOCAB, 24 * 4 * WIDTH)
+    for a, b in zip(*(evaluate(each.graph, *state.values(), *batch) for each in (plain, tiled))):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
 # ---- what is cut
 
 
@@ -215,9 +244,8 @@ def test_it_commutes_with_schedules_and_remat():
     shard = zt.shard_params(zt.AbstractMesh(dp=2))
     others = zt.tile(parts=2), zt.remat(at_least=0), zt.overlap_grads(), zt.prefetch()
     rows = tuple(x.chunk(2)[0] for x in batch)
-    texts = {
-        str(lower(step, state, rows, shard, *order)) for order in itertools.permutations(others)
-    }
+    orders = others, others[::-1], (*others[2:], *others[:2])
+    texts = {str(lower(step, state, rows, shard, *order)) for order in orders}
     assert len(texts) == 1
 
 

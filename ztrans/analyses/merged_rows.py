@@ -20,7 +20,7 @@ from ..ir.op_facts import op_facts
 from ..ir.patterns import WHOLE, letters_of
 from ..ir.sharding_rules import pattern_of
 from ..ir.varying import varying
-from .segments import CannotCut
+from .segments import CONSTRUCTORS, CannotCut
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -34,14 +34,14 @@ class MergedRows(NamedTuple):
     rows_of: Mapping[Var, Var]
 
 
-def merged_rows(graph: Graph, eqns: Sequence[Eqn]) -> MergedRows:
-    """The program in which these equations compute rows.
+def merged_rows(graph: Graph, eqns: Sequence[Eqn]) -> MergedRows | None:
+    """The program in which these equations compute rows; None if no view shows rows as two dims.
 
     Raises: CannotCut if one of them distinguishes the two dims.
     """
     lead = _two_dims_of_rows(eqns)
     if lead is None:
-        raise CannotCut(eqns[0], "has no rows of two dims")
+        return None
     from_batch = varying(graph, ("batch",))
     merged: dict[Var, Var] = {}
     names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
@@ -108,6 +108,8 @@ def _check(e: Eqn, lead: tuple[int, int], merged: Set[Var]) -> None:
     """Raises: CannotCut unless the equation treats both dims as rows of all values that have them."""
     values = [v for v in (*e.ins, *e.outs) if v is not None]
     if e.op in _RESHAPES or not any(v in merged for v in values):
+        return
+    if op_facts(e.op).name in CONSTRUCTORS:
         return
     is_expand = op_facts(e.op).name == "expand" and e.ins[0] not in merged
     if is_expand and len(e.ins[0].shape) <= len(e.out.shape) - 2:  # it has neither dim

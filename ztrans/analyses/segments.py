@@ -42,7 +42,7 @@ from ..ir.sharding_rules import pattern_of, rule
 aten = torch.ops.aten
 TILE = "tile"  # the axis in time
 # They make values without reading any element, so a part makes its part.
-_CONSTRUCTORS = {"empty", "full", "new_empty", "new_full", "new_zeros", "new_ones", "ones", "zeros"}
+CONSTRUCTORS = {"empty", "full", "new_empty", "new_full", "new_zeros", "new_ones", "ones", "zeros"}
 
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _LOSS_GRADIENTS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -188,7 +188,7 @@ def _segment(eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: int) -> Segmen
     own: set[Var] = set()  # of each part, such as the seed of a kernel
     complete: set[Var] = set()  # after all parts
     for e in eqns:
-        if op_facts(e.op).name in _CONSTRUCTORS:
+        if op_facts(e.op).name in CONSTRUCTORS:
             if e.out in dims:
                 eqns_of_parts.append(e)
             continue

@@ -57,7 +57,8 @@ def wide_parts(graph: Graph) -> tuple[WidePart, ...]:
     most = max((v.numel for v in values), default=0)
     widest = _around(eqns, {v for v in values if v.numel == most})
     entries = [_entry(part, from_batch) for part in widest]
-    entering = max((v.numel for v in entries if v is not None), default=most)
+    # Where a slice of logits is read, its gradient enters a part of its own.
+    entering = min((v.numel for v in entries if v is not None), default=most)
     wide = {v for v in values if v.numel >= WIDE * entering}
 
     parts = []

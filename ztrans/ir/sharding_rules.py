@@ -30,7 +30,7 @@ from .layout import chunk, part
 from .nested import tensors_in
 from .op_facts import ADD, SCALES, adds_zero, arguments_by_name, op_facts, rearranges
 from .operations import compute
-from .patterns import WHOLE, Pattern, along, letters_of, parse
+from .patterns import WHOLE, Letters, Pattern, along, letters_of, parse
 from .registered_rules import NoRule, registered_rule
 
 _ELEMENTWISE = parse("... -> ...")
@@ -84,7 +84,7 @@ _ATTENTION = {
     ),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
 }
-_SUM = 2  # the reduction of a loss, as PyTorch numbers it
+_NONE, _MEAN, _SUM = range(3)  # the reductions of a loss, as PyTorch numbers them
 
 
 class Rule(NamedTuple):
@@ -413,16 +413,21 @@ def _attention(eqn: Eqn) -> Pattern | None:
 
 
 def _nll_loss(eqn: Eqn) -> Pattern | None:
-    """The sum of the losses of all samples. A mean is no term: backward reads the weight of all samples."""
+    """The losses of all samples, or their sum. A mean is no term: backward reads the weight of all samples."""
     arguments = _arguments(eqn)
     logits, target = arguments["self"], arguments["target"]
-    if arguments["reduction"] != _SUM or len(logits.shape) == 1:
+    if arguments["reduction"] == _MEAN or len(logits.shape) == 1:
         return None
+    is_sum = arguments["reduction"] == _SUM
     names = {logits: ("n", WHOLE, "a", "b"), target: ("n", "a", "b")}
+    if not is_sum and "grad_output" in arguments:
+        names[arguments["grad_output"]] = names[target]
     letters = lambda v: names.get(v, (WHOLE,) * 4)[: len(v.shape)]
     is_backward = op_facts(eqn.op).name.endswith("_backward")
-    outs = (letters(logits),) if is_backward else ((),) * len(eqn.outs)
-    return Pattern(tuple(map(letters, eqn.ins)), outs)
+    # The second result is the weight of all samples, which backward reads for a mean.
+    losses: tuple[Letters, ...] = (() if is_sum else letters(target), ())
+    outs = (letters(logits),) if is_backward else losses
+    return Pattern(tuple(map(letters, eqn.ins)), outs, "sum" if is_sum else None)
 
 
 # ---- terms
