@@ -7,7 +7,7 @@ search       Llama-3-8B with 4 x 8,192 tokens a rank on 64 H100s, 8 on a host: a
 predictions  six settings of the same step: the row of a search beside the plan of all 32 layers.
 exhaustive   a GPT of 4 layers on 16 cards with little memory: the winner beside the plans of all settings.
 
-Everything is simulated, on one core. Writes benchmarks/results/search.md if all parts ran. Fails if the search takes
+Everything is simulated, on one core. Each part writes its section of benchmarks/results/search.md. Fails if the search takes
 more than 60 s of processor time, a prediction is off by more than 2%, or the winner takes more than 1.03 of the best.
 """
 
@@ -125,19 +125,26 @@ def exhaustive() -> tuple[str, bool]:
 PARTS = {"search": search, "predictions": predictions, "exhaustive": exhaustive}
 
 
+def write_section(name: str, text: str) -> None:
+    """Write one section of the page of results, and keep the others."""
+    page = PAGE.read_text() if PAGE.exists() else "# zt.search, simulated\n"
+    title, *old = page.split("\n## ")
+    sections = {section.partition("\n")[0]: section for section in old}
+    sections[name] = f"{name}\n\n{text}"
+    in_order = [sections[part].rstrip() for part in PARTS if part in sections]
+    PAGE.write_text("\n\n## ".join([title.rstrip(), *in_order]) + "\n")
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    texts: list[str] = []
     wrong: list[str] = []
+    where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     for name in names:
         text, is_right = PARTS[name]()
-        texts.append(f"## {name}\n\n{text}")
-        print(texts[-1], flush=True)
+        print(f"## {name}\n\n{text}", flush=True)
+        write_section(name, f"{where}.\n\n{text}")
         if not is_right:
             wrong.append(name)
-    where = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    if names == list(PARTS):
-        PAGE.write_text(f"# zt.search\n\n{where}; simulated.\n\n" + "\n".join(texts))
     if wrong:
         sys.exit(f"more than it may be: {', '.join(wrong)}")
 

@@ -136,13 +136,13 @@ def test_a_replica_on_each_host_has_a_mesh_of_two_axes():
 def test_the_memory_of_the_host_is_not_tried_where_everything_fits():
     rows = search(ROOMY, {**ONE, "on_host": ("nothing", "activations", "moments", "everything")})
     assert [row.setting for row in rows] == ["stage 3"]
-    assert "3 settings cannot be as fast" in rows.notes
+    assert "3 of 4 settings: cannot be as fast as the first row" in rows.notes
 
 
 def test_a_search_ends_in_time_and_says_what_is_left():
     rows = zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stage": (3, 1)}, seconds=0)
     assert len(rows) == 1
-    assert any("were not planned in time" in note for note in rows.notes)
+    assert any("settings: no time was left" in note for note in rows.notes)
 
 
 def test_a_step_without_equal_layers_is_planned_whole():
@@ -193,5 +193,7 @@ def test_errors_say_what_to_write():
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stages": (3,)})
     with pytest.raises(ValueError, match=r"write the values to try, such as \(3,\)"):
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stage": 3})
-    with pytest.raises(ValueError, match=r"do not fit the memory.*\nTake more ranks"):
+    with pytest.raises(
+        ValueError, match=r"1 of 1 settings: more than the memory.*\nTake more ranks"
+    ):
         zt.search(STEP, state_of(), TOKENS, cluster=cluster(1e4), knobs=ONE)

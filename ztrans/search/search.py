@@ -152,9 +152,9 @@ def search(
         name, advance = plans.next_step(candidate)
         begin = time.monotonic()
         if candidate.least > best * (1 + margin):
-            dropped["cannot be as fast"] += 1
+            dropped["cannot be as fast as the first row"] += 1
         elif found and begin + longest.get(name, 0.0) > deadline:
-            dropped["were not planned in time"] += 1
+            dropped["no time was left"] += 1
         else:
             result = _attempted(advance, candidate)
             longest[name] = max(longest.get(name, 0.0), time.monotonic() - begin)
@@ -171,10 +171,14 @@ def _attempted(advance: Advance, candidate: _Candidate) -> Planned | str | None:
     """The plan of a candidate; None if it goes on, or why it is dropped."""
     try:
         return advance(candidate)
-    except (DoesNotFit, HostIsFull):
-        return "do not fit the memory"
+    except (DoesNotFit, HostIsFull, _TooLarge):
+        return "more than the memory"
     except ValueError as error:
-        return f"are refused: {str(error).splitlines()[0]}"
+        return f"refused: {str(error).splitlines()[0]}"
+
+
+class _TooLarge(ValueError):
+    """A step needs more memory on the device, or on the host, than there is."""
 
 
 class _Plans:
@@ -241,7 +245,7 @@ class _Plans:
         c.bound, c.binds, state = self.bounds[key]
         limit = self.limit(setting)
         if limit is not None and state > limit and not setting.saves_memory:
-            raise DoesNotFit("", "", limit, memory(small.programs[0].graph))
+            raise _TooLarge(setting)
         c.least = max(c.least, c.bound)
         self.expected.setdefault(key, c.bound)
         c.expected = c.least
@@ -288,11 +292,11 @@ class _Plans:
     def row(self, c: _Candidate, figures: Figures) -> Row:
         """The row of a candidate that was planned.
 
-        Raises: HostIsFull if the host has less memory than it needs.
+        Raises: _TooLarge if the host has less memory than it needs.
         """
         setting = c.setting
         if figures.host > setting.cluster.host_memory:
-            raise HostIsFull(f"the host has less than {format_bytes(int(figures.host))}")
+            raise _TooLarge(setting)
         mesh = mesh_of(setting.transforms)
         sizes = dict(mesh_axes(mesh)) if mesh is not None else {}
         axes = {axis for t in setting.transforms for name in t.axes for axis in members(name)}
@@ -346,7 +350,8 @@ def _found(planned_rows: Sequence[Planned], dropped: Mapping[str, int], plans: _
 
     Raises: ValueError if it is empty.
     """
-    notes = [f"{count} settings {reason}" for reason, count in dropped.items()]
+    total = sum(dropped.values()) + len(planned_rows)
+    notes = [f"{count} of {total} settings: {reason}" for reason, count in dropped.items()]
     if not planned_rows:
         name = plans.traced.graph.name
         raise ValueError(
