@@ -7,8 +7,9 @@ search       Llama-3-8B with 4 x 8,192 tokens a rank on 64 H100s, 8 on a host: a
 predictions  six settings of the same step: the row of a search beside the plan of all 32 layers.
 exhaustive   a GPT of 4 layers on 16 cards with little memory: the winner beside the plans of all settings.
 
-Everything is simulated, on one core. Each part writes its section of benchmarks/results/search.md. Fails if the search takes
-more than 60 s of processor time, a prediction is off by more than 2%, or the winner takes more than 1.03 of the best.
+Everything is simulated, on one core. Each part writes its section of benchmarks/results/search.md. Fails if the search
+takes more than 60 s of processor time, if a prediction is off by more than 2%, or if the winner takes more than 1.03 of
+the best.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ Source: Yuan et al., Mist, 2025; Zheng et al., Alpa, 2022, who search the same c
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 import time
 from collections import Counter
@@ -136,34 +135,33 @@ def search(
     candidates = [_Candidate(setting, compute, compute) for setting in settings(start, knobs)]
     plans = _Plans(plain, traced, rows)
 
-    queue = [(c.expected, number) for number, c in enumerate(candidates)]
     found: list[Planned] = []
     dropped: Counter[str] = Counter()
     longest: dict[str, float] = {}  # the most seconds that each step of the search has taken
-    while queue:
-        expected, number = heapq.heappop(queue)
-        candidate = candidates[number]
-        plans.learn(candidate)
-        if candidate.expected > expected:  # others have made it less promising since
-            heapq.heappush(queue, (candidate.expected, number))
-            continue
+    while candidates:
+        for c in candidates:
+            plans.learn(c)
+        begin = time.monotonic()
+        # After half of the time there should be a row: first plan what is nearly planned.
+        is_late = not found and begin > deadline - seconds / 2
+        candidate = min(candidates, key=lambda c: (is_late and not c.is_kept, c.expected))
         best = min((row.seconds for row, _ in found), default=math.inf)
         margin = -EQUAL if candidate.setting.saves_memory else LISTED
         name, advance = plans.next_step(candidate)
-        begin = time.monotonic()
+        result: Planned | str | None
         if candidate.least > best * (1 + margin):
-            dropped["cannot be as fast as the first row"] += 1
+            result = "cannot be as fast as the first row"
         elif found and begin + longest.get(name, 0.0) > deadline:
-            dropped["no time was left"] += 1
+            result = "no time was left"
         else:
             result = _attempted(advance, candidate)
             longest[name] = max(longest.get(name, 0.0), time.monotonic() - begin)
-            if result is None:
-                heapq.heappush(queue, (candidate.expected, number))
-            elif isinstance(result, str):
-                dropped[result] += 1
-            else:
-                found.append(result)
+        if result is not None:
+            candidates.remove(candidate)
+        if isinstance(result, str):
+            dropped[result] += 1
+        elif result is not None:
+            found.append(result)
     return _found(found, dropped, plans)
 
 
