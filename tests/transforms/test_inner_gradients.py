@@ -171,6 +171,29 @@ def test_a_first_order_inner_step_is_no_warning():
     assert distance(mine, wanted) <= 1e-12
 
 
+def test_networks_trained_in_turns_over_micro_batches_are_no_warning():
+    """The second loss depends on a sum of gradients of the first network, and nothing differentiates through them."""
+    net = model()
+    names = list(params_of(net))
+
+    def loss(trained, others, x, y):
+        return F.mse_loss(functional_call(net, {**trained, **others}, (x,)), y)
+
+    def step(state, x, y):
+        new = state
+        for turn in (names[:2], names[2:]):
+            others = {k: p for k, p in new.items() if k not in turn}
+            for xs, ys in zip(x.chunk(2), y.chunk(2)):
+                grads = torch.func.grad(loss)({k: state[k] for k in turn}, others, xs, ys)
+                new = {**new, **{k: new[k] - 0.1 * grads[k] for k in turn}}
+        return new, {}
+
+    shard = zt.shard_params(zt.AbstractMesh(dp=RANKS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(step).lower(params_of(net), *slices(samples()[0], RANKS)[0])
+
+
 def test_a_plain_step_and_vmap_leave_values_as_they_are():
     params, x = {"w": torch.ones(3)}, torch.zeros(2)
     value, gradient = grad_and_value(lambda p: zt.pvary(p, x)["w"].square().sum())(params)[::-1]

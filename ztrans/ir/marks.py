@@ -16,6 +16,7 @@ A program that runs once for each micro-batch has these marks (see `micro_batche
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from ..ops import EVERY_AXIS
@@ -109,7 +110,8 @@ def differentiated_gradients(graph: Graph) -> list[Eqn]:
     """The marks of gradients that the step differentiates through, the first one of each value.
 
     A later gradient of the same value depends on such a gradient, and on its derivative. The derivative of the mark is
-    a mark of the same value, so there are two of them that a later one depends on.
+    a mark of the same value that depends on the first. Several gradients of a value that only are added up, as those
+    of micro-batches, do not depend on each other.
     """
     needed: set[Var] = set()
     marks: dict[Var, list[Eqn]] = {}
@@ -120,7 +122,24 @@ def differentiated_gradients(graph: Graph) -> list[Eqn]:
             needed.add(e.args[0])
         elif not needed.isdisjoint(e.results):
             needed.update(e.ins)
-    return [of_value[-1] for of_value in marks.values() if len(of_value) > 1]
+    several = {value: of_value for value, of_value in marks.items() if len(of_value) > 1}
+    if not several:
+        return []
+
+    candidates = set(chain.from_iterable(several.values()))
+    # For each result so far, the values with candidates that it depends on.
+    behind: dict[Var, frozenset[Var]] = {}
+    differentiated: dict[Var, Eqn] = {}
+    for e in graph.eqns:
+        values = frozenset[Var]().union(*(behind[v] for v in e.ins if v in behind))
+        if e in candidates:
+            value = e.args[1]
+            if value in values:
+                differentiated[value] = several[value][-1]
+            values |= {value}
+        if values:
+            behind.update(dict.fromkeys(e.results, values))
+    return list(differentiated.values())
 
 
 def reduced_values(graph: Graph) -> list[Var]:
