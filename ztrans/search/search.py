@@ -111,7 +111,7 @@ def search(
             micro_batches, into which the batch is cut; order, "batches" or "layers"; stage, the ZeRO stage; replicas,
             whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; tile, the tokens in a
             tile of the loss, or 0; and on_host, "nothing", "activations", "moments" or "everything".
-        seconds: when to stop, once a setting is planned. The notes say how many were not.
+        seconds: of the processor, when to stop, once a setting is planned. The notes say how many were not.
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.
 
@@ -124,7 +124,7 @@ def search(
     >>> found[0].layers
     'all'
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.process_time() + seconds
     started = Step.of(step)
     plain = Step(started.fn, tuple(t for t in started.transforms if t.micro_batches == 1))
     cluster = cluster or _default_cluster(started)
@@ -141,7 +141,7 @@ def search(
     while candidates:
         for c in candidates:
             plans.learn(c)
-        begin = time.monotonic()
+        begin = time.process_time()
         # After half of the time there should be a row: first plan what is nearly planned.
         is_late = not found and begin > deadline - seconds / 2
         candidate = min(candidates, key=lambda c: (is_late and not c.is_kept, c.expected))
@@ -155,7 +155,7 @@ def search(
             result = "no time was left"
         else:
             result = _attempted(advance, candidate)
-            longest[name] = max(longest.get(name, 0.0), time.monotonic() - begin)
+            longest[name] = max(longest.get(name, 0.0), time.process_time() - begin)
         if result is not None:
             candidates.remove(candidate)
         if isinstance(result, str):
