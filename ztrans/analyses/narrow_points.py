@@ -41,12 +41,14 @@ class Stretch:
         eqns: the equations.
         entry: the value that passes the point before it; None for the first stretch.
         exit: the value that passes the point after it; None for the last stretch.
+        leaves: the leaves of the state that it reads, also through their casts and views.
     """
 
     region: Region
     eqns: tuple[Eqn, ...]
     entry: Var | None
     exit: Var | None
+    leaves: frozenset[Var]
 
     def inputs(self) -> tuple[Var, ...]:
         """The values that it reads from outside, in the order of their first readers."""
@@ -85,13 +87,15 @@ def stretches(graph: Graph, region: Region) -> tuple[Stretch, ...]:
     gradients = _gradients_of_one_leaf(graph)
     eqns = _at_birth(eqns, gradients)
     counted.difference_update(gradients)
-    users_of_leaves = _users_of_leaves(graph, eqns, from_batch, gradients)
+    leaves = _leaves_of_invariants(graph, from_batch)
+    users_of_leaves = _users_of_leaves(eqns, leaves, gradients)
     points = _narrow_points(users_of_leaves, _passing(graph, eqns, counted))
 
     bounds = [(0, None), *((point.place, point.value) for point in points), (len(eqns), None)]
     parts = []
     for (start, entry), (end, exit) in itertools.pairwise(bounds):
-        parts.append(Stretch(region, tuple(eqns[start:end]), entry, exit))
+        inside = tuple(eqns[start:end])
+        parts.append(Stretch(region, inside, entry, exit, _leaves_read(inside, leaves)))
     return tuple(parts)
 
 
@@ -169,18 +173,25 @@ def _passing(graph: Graph, eqns: Sequence[Eqn], counted: Set[Var]) -> list[_Pass
     return passing
 
 
-def _users_of_leaves(
-    graph: Graph, eqns: Sequence[Eqn], from_batch: Container[Var], gradients: Mapping[Var, Var]
-) -> set[int]:
-    """The positions of the equations that read a leaf, or compute the gradient of one that no equation reads."""
-    # For each value that is computed from leaves alone, these leaves.
+def _leaves_of_invariants(graph: Graph, from_batch: Container[Var]) -> dict[Var, frozenset[Var]]:
+    """For each value that is computed from leaves alone, these leaves."""
     leaves = {v: frozenset({v}) for v in graph.state}
     for e in graph.eqns:
-        of_eqn = frozenset[Var]().union(*(leaves.get(v, ()) for v in e.ins))
+        of_eqn = _leaves_read([e], leaves)
         if of_eqn:
             leaves.update((v, of_eqn) for v in e.results if v not in from_batch)
-    read_leaves = {leaf for e in eqns for v in e.ins for leaf in leaves.get(v, ())}
+    return leaves
 
+
+def _leaves_read(eqns: Iterable[Eqn], leaves: Mapping[Var, frozenset[Var]]) -> frozenset[Var]:
+    return frozenset(leaf for e in eqns for v in e.ins for leaf in leaves.get(v, ()))
+
+
+def _users_of_leaves(
+    eqns: Sequence[Eqn], leaves: Mapping[Var, frozenset[Var]], gradients: Mapping[Var, Var]
+) -> set[int]:
+    """The positions of the equations that read a leaf, or compute the gradient of one that no equation reads."""
+    read_leaves = _leaves_read(eqns, leaves)
     positions = set()
     for k, e in enumerate(eqns):
         reads = any(v in leaves for v in e.ins)

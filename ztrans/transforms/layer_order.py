@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -85,28 +85,33 @@ def _places_in_stretches(graph: Graph) -> tuple[dict[Var, _Place], set[int]]:
 def _stretches_with_losses(graph: Graph) -> list[list[Stretch]]:
     """The stretches of a program in order, with all those around a loss as one.
 
-    They are the last one of forward, the first one of backward, and those beside them that multiply no matrices, such
-    as the last norm: what these keep for backward is kept for one micro-batch only.
+    They are the last one of forward, the first one of backward, and those beside them that read no other leaves, such
+    as the parts of a loss that is computed in parts, or multiply no matrices, such as the last norm. So what they keep
+    for backward is kept for one micro-batch only.
     """
     position = {e: i for i, e in enumerate(graph.eqns)}
     parts = [part for region in _REGIONS for part in stretches(graph, region) if part.eqns]
     parts.sort(key=lambda part: position[part.eqns[0]])
-    multiplies = [any(map(is_matmul, part.eqns)) for part in parts]
 
     groups: list[list[Stretch]] = []
     end = 0
     for k, (before, after) in enumerate(itertools.pairwise(parts), 1):
         if (before.region, after.region) != ("forward", "backward") or k < end:
             continue
+        leaves = before.leaves | after.leaves
         first = k - 1
-        while first > end and not multiplies[first - 1]:
+        while first > end and _belongs_to_loss(parts[first - 1], leaves):
             first -= 1
         groups += ([part] for part in parts[end:first])
         end = k + 1
-        while end < len(parts) and not multiplies[end]:
+        while end < len(parts) and _belongs_to_loss(parts[end], leaves):
             end += 1
         groups.append(parts[first:end])
     return [*groups, *([part] for part in parts[end:])]
+
+
+def _belongs_to_loss(part: Stretch, leaves: Set[Var]) -> bool:
+    return part.leaves <= leaves or not any(map(is_matmul, part.eqns))
 
 
 def _places(marked: Graph, in_stretches: Mapping[Var, _Place]) -> dict[Eqn, _Place]:
