@@ -103,6 +103,8 @@ def check(case: Case) -> None:
         )
     if not program.rounds and options.reduce_dtype is None:
         _check_alone(program, traced, batches)
+    if case.seed % 4 == 0:
+        _check_layer_order(case, batches)
 
 
 def _with_possible_tiles(options: Options, traced: zt.stages.Traced) -> Options:
@@ -154,6 +156,26 @@ def _check_alone(program: Program, traced: zt.stages.Traced, batches: list) -> N
     far = distance(state, truth)
     if not far <= NEAR:
         raise Wrong(f"compiled on one rank it is {far:.3g} from the truth")
+
+
+def _check_layer_order(case: Case, batches: list) -> None:
+    """Two batches as micro-batches have the same bits one after the other, and layer by layer with all schedules."""
+    program, options = case.program, case.options
+    both = [tuple(map(torch.cat, zip(*parts))) for parts in zip(*batches[:2])]
+    traced = zt.accumulate(2)(step_of(program)).trace(program.state(), *both[0])
+    in_order = zt.accumulate(2, keep="whole"), options.sharding
+    by_layer = zt.accumulate(2, order="layers"), *options.before, options.sharding, *options.after
+    results = []
+    for transforms in (in_order, by_layer):
+        try:
+            lowered = _through(traced, *transforms).lower()
+        except ValueError as error:
+            if str(error).startswith("accumulate: "):  # such as a value that has no mean
+                return
+            raise
+        results.append(lowered.lockstep(program.state(), both))
+    if not _equal(*results):
+        raise Wrong(f"the order of layers changes bits: {distance(*results):.3g}")
 
 
 def _steps(lowered: zt.stages.Lowered, state: Any, batches: list) -> tuple[Any, list[list]]:

@@ -160,6 +160,15 @@ def test_the_logits_of_one_micro_batch_live_at_a_time():
         assert max(reads) < born[f"_log_softmax.m{after}"]
 
 
+def test_a_loss_in_tiles_stays_together():
+    tile = zt.tile(parts=2)
+    tiled = [lower(order, 3, tile, *SCHEDULES) for order in ("batches", "layers")]
+    data = [(batch(16)[rows],) for rows in (slice(8), slice(8, 16))]
+    assert_same(*(each.lockstep(new_state(), data) for each in tiled))
+    heads = [paths for _, paths, _ in messages(tiled[1]) if paths == ("params.head",)]
+    assert len(heads) == 2  # a gather and a reduction
+
+
 @pytest.mark.parametrize("name", ["batch_norm_mean", "sam", "weight_penalty", "accumulation"])
 def test_other_steps_have_the_bits_of_the_other_order(name):
     """With statistics that change with every micro-batch, two backwards, a derivative of one, and a loop of their own."""

@@ -107,18 +107,16 @@ class _Accumulate(Transform):
         if self.micro == 1:
             return graph
         stage = graph.zero_stage
-        if self.order == "layers":
-            # The sum of a layer's gradients is complete soon after its first term.
-            graph = reduce_once(graph)
-            return in_layer_order(graph, _with_marks(graph.replace(micro=self.micro), True))
-        if stage is None:  # nothing is reduced, so a gradient is summed as soon as it is computed
+        if stage is None or self.order == "layers":
+            # Nothing is reduced, or the sum of a layer is complete soon after its first term.
             sums_whole = True
         else:
             sums_whole = self.keep == "whole" or (self.keep == "auto" and stage <= 1)
-            if stage <= 1:
-                # A step that adds several gradients of a leaf has one sum for all of them.
-                graph = reduce_once(graph)
-        return _with_marks(graph.replace(micro=self.micro), sums_whole)
+        if stage is not None and stage <= 1:
+            # A step that adds several gradients of a leaf has one sum for all of them.
+            graph = reduce_once(graph)
+        marked = _with_marks(graph.replace(micro=self.micro), sums_whole)
+        return in_layer_order(graph, marked) if self.order == "layers" else marked
 
 
 def _with_marks(graph: Graph, sums_whole: bool) -> Graph:
