@@ -428,6 +428,7 @@ class Lowered(Printed):
             timelines.append(measured.timeline)
         return summarize(
             self.traced.graph,
+            self.traced.micro_batches,
             self.graph,
             self.cluster,
             axes,

@@ -239,6 +239,12 @@ def test_options(options, expected):
         zt.accumulate(**options)
 
 
+def test_the_summary_counts_all_micro_batches():
+    summaries = [lower(order, 3).summary() for order in ("batches", "layers")]
+    assert summaries[0].items == summaries[1].items == 2 * 8 * TOKENS
+    assert summaries[0].written_seconds == summaries[1].written_seconds
+
+
 def test_one_micro_batch_is_the_step_itself():
     micro = zt.accumulate(1, order="layers")(train).lower(new_state(), batch())
     assert len(micro.graph.eqns) == len(zt.Step.of(train).lower(new_state(), batch()).graph.eqns)

@@ -115,6 +115,7 @@ class Summary:
 
 def summarize(
     written: Graph,
+    micro: int,
     graph: Graph,
     cluster: Cluster,
     axes: Sequence[str],
@@ -126,6 +127,7 @@ def summarize(
 
     Args:
         written: the program as it is written, for one micro-batch of one rank.
+        micro: the number of micro-batches.
         graph: the program that runs.
         cluster: the speeds.
         axes: the axes of the mesh whose ranks share the batch.
@@ -151,9 +153,9 @@ def summarize(
         name=graph.name,
         cluster=cluster,
         ranks=ranks,
-        items=items * graph.micro * ranks,
+        items=items * micro * ranks,
         items_are_tokens=are_tokens,
-        written_seconds=_peak_seconds(written, cluster) * graph.micro,
+        written_seconds=_peak_seconds(written, cluster) * micro,
         run_seconds=run_seconds,
         timelines=timelines,
         link_seconds=tuple(link_seconds.items()),
