@@ -313,6 +313,38 @@ def test_a_lifted_loop():
     assert sent == 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("outer", [None, zt.nesterov(1.0, 0.0)], ids=["mean", "outer"])
+def test_hosts_with_equal_batches_compute_what_one_computes(outer):
+    """In parts, also if the step writes its parameters in place, as an optimizer does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop_step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def in_place_step(state, x):
+        new, loss = sgd_step(state, x)
+        return {
+            **new,
+            "params": {k: p.copy_(new["params"][k]) for k, p in state["params"].items()},
+        }, loss
+
+    step, first = zt.lift(loop_step, model, optimizer)
+    for plain, state in ((step, first), (in_place_step, first_state())):
+        truth = pytree.tree_map(torch.clone, state)
+        run = Trained(zt.local_steps(on_hosts(plain), 3, outer, parts=2), state)
+        for i, xs in enumerate(batches(5)):
+            run.run([*xs[:2], *xs[:2]], run.local.at(i))
+            truth, _ = plain(truth, torch.cat(xs[:2]))
+        for host in range(2):
+            assert distance(replica(run.state["state"], host)["params"], truth["params"]) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

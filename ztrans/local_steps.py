@@ -191,7 +191,8 @@ def _under_a_step(
     """Average a part of the parameters as they were before the step, and add what the step changes."""
 
     def around(run: Run, local: LocalState) -> tuple[LocalState, Any]:
-        old = _part(trained(local["state"]), number, parts)
+        # Copies, because the step may write its parameters in place.
+        old = pytree.tree_map(torch.clone, _part(trained(local["state"]), number, parts))
         # Nothing before the end of the step reads the means, so their message may run under all of it.
         means = pmean(old, axis)
         state, output = run(local["state"])
@@ -260,7 +261,11 @@ def _trained(name: str, fn: Callable, state: Any) -> Tensors:
     if isinstance(fn, ExtraInputs):
         for module in fn.modules():
             frozen.update(key for key, p in module.named_parameters() if not p.requires_grad)
-    return {key: p for key, p in leaves.items() if key not in frozen and p.dtype.is_floating_point}
+    return {
+        key: p
+        for key, p in leaves.items()
+        if key not in frozen and (p.is_floating_point() or p.is_complex())
+    }
 
 
 def _with_params(state: Any, new: Tensors) -> Any:
