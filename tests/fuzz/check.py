@@ -103,6 +103,7 @@ def check(case: Case) -> None:
         )
     if not program.rounds and options.reduce_dtype is None:
         _check_alone(program, traced, batches)
+        _check_local(program, options, batches, sharded)
     if case.seed % 4 == 0:
         _check_layer_order(case, batches)
 
@@ -176,6 +177,30 @@ def _check_layer_order(case: Case, batches: list) -> None:
         results.append(lowered.lockstep(program.state(), both))
     if not _equal(*results):
         raise Wrong(f"the order of layers changes bits: {distance(*results):.3g}")
+
+
+def _check_local(program: Program, options: Options, batches: list, sharded: Any) -> None:
+    """Two hosts with equal batches, which are averaged now and then, compute what one computes."""
+    h, parts, has_outer = options.local or (0, 0, False)
+    if not len(program.state()["params"]) >= parts > 0:
+        return
+    mesh = zt.AbstractMesh(host=2, dp=options.ranks)
+    shard = zt.shard_params(mesh, independent_axis="host", **dict(options.shard))
+    chain = zt.chain(*options.before, shard, *options.after)
+    outer = zt.nesterov(1.0, 0.0) if has_outer else None
+    local = zt.local_steps(chain(step_of(program)), h, outer, parts)
+    first = state = local.init(program.state())
+    programs: dict[zt.Step, zt.stages.Lowered] = {}
+    for i, ranks in enumerate(batches):
+        step = local.at(i)
+        if step not in programs:
+            programs[step] = step.lower(first, *ranks[0])
+        state, _ = programs[step].lockstep(state, [*ranks, *ranks])
+    for host in range(2):
+        own = pytree.tree_map(lambda x, host=host: x[host], state["state"])
+        far = distance(own, sharded)
+        if not far <= NEAR:
+            raise Wrong(f"in local steps {local} it is {far:.3g} from one host")
 
 
 def _steps(lowered: zt.stages.Lowered, state: Any, batches: list) -> tuple[Any, list[list]]:

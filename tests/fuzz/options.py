@@ -21,7 +21,8 @@ class Options:
 
     `before` and `after` are the transforms before and after `shard_params`. The step is cut into `tiles`, if it can be:
     then its sums have another order, so the program without schedules has them too. `budget` is the memory budget as a
-    fraction of the peak of the program in its written order, or None for no budget.
+    fraction of the peak of the program in its written order, or None for no budget. `local` has h, the parts, and whether there is an outer optimizer, of
+    local steps; None for none.
     """
 
     ranks: int
@@ -33,6 +34,7 @@ class Options:
     budget: float | None
     cluster: tuple[str, str]
     tiles: tuple[zt.Transform, ...] = ()
+    local: tuple[int, int, bool] | None = None
 
     @staticmethod
     def draw(program: Program, chance: Random) -> Options:
@@ -88,6 +90,10 @@ class Options:
                 zt.offload(where="*", gradients=gradients, across_steps=across_steps, at_least=0)
             )
         tiles = (zt.tile(parts=chance.choice([2, 3, 4])),) if chance.random() < 0.3 else ()
+        local = None
+        if hosts == 1 and chance.random() < 0.05:
+            h = chance.randint(1, 3)
+            local = h, chance.randint(1, h), chance.random() < 0.5
         return Options(
             ranks,
             hosts,
@@ -98,6 +104,7 @@ class Options:
             budget,
             cluster,
             tiles,
+            local,
         )
 
     @property
@@ -152,7 +159,8 @@ class Options:
             if self.prefetch is None
             else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
         )
-        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}"
+        local = "" if self.local is None else f" > local_steps{self.local}"
+        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}{local}"
 
 
 def some(path: str, leaf: torch.Tensor) -> bool:
