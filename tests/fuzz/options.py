@@ -21,8 +21,8 @@ class Options:
 
     `before` and `after` are the transforms before and after `shard_params`. The step is cut into `tiles`, if it can be:
     then its sums have another order, so the program without schedules has them too. `budget` is the memory budget as a
-    fraction of the peak of the program in its written order, or None for no budget. `local` has h, the parts, and whether there is an outer optimizer, of
-    local steps; None for none.
+    fraction of the peak of the program in its written order, or None for no budget. `local` has h, the parts, and
+    whether there is an outer optimizer, of local steps; None for none.
     """
 
     ranks: int
