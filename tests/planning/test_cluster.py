@@ -455,3 +455,11 @@ def test_the_products_of_gpu_md_take_what_was_measured():
         graph = step.trace(torch.zeros(1, device="meta"), a, b).graph
         took += 4 * sum(equation_seconds(graph, zt.cluster("h200")))
     assert took == pytest.approx(5.96e-3, rel=0.02)
+
+
+def test_only_gloo_takes_compute_for_each_byte():
+    """NCCL's messages take a share of the SMs instead; a GPU on Ethernet does not pay for both."""
+    assert zt.cluster("cpu", dp="ethernet-10g").link("dp").byte_overhead > 0
+    assert zt.cluster("h100", dp="ethernet-10g").link("dp").byte_overhead == 0
+    two_levels = zt.cluster("h100", dp=zt.by_host(8, "ethernet-10g", "ethernet-1g")).link("dp")
+    assert two_levels.byte_overhead == two_levels.inside.byte_overhead == 0

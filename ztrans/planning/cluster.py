@@ -33,7 +33,7 @@ class Link:
     bandwidth: float  # bytes/s
     hop: float = 0.0  # seconds that each further rank of the ring adds to a message
     efficiency: tuple[tuple[str, float], ...] = ()  # (kind of collective, factor of the bandwidth)
-    byte_overhead: float = 0.0  # seconds of compute for each byte that is sent
+    byte_overhead: float = 0.0  # seconds of compute for each byte that gloo sends
     overhead: float = 0.0  # seconds of compute for each message that is sent
     # (kind, seconds of compute for each byte that has arrived)
     unpack: tuple[tuple[str, float], ...] = ()
@@ -294,7 +294,8 @@ def cluster(
     chosen = DEVICES[device.lower()] if isinstance(device, str) else device
     profiles = {}
     for axis, link in links.items():
-        profiles[axis] = _profile(link, "cluster", f"for axis {axis!r}")
+        profile = _profile(link, "cluster", f"for axis {axis!r}")
+        profiles[axis] = profile if chosen.gloo else _without_byte_overhead(profile)
     to_host = None
     if host_link is not None:
         to_host = _profile(host_link, "cluster", "to the host", HOST_LINKS)
@@ -336,6 +337,12 @@ def _profile(
             f"{caller}: {link} {where}: bandwidth must be positive, latency not negative."
         )
     return link
+
+
+def _without_byte_overhead(link: Link) -> Link:
+    """The link as NCCL uses it: its threads on the host move the bytes, and compute loses only a share of the SMs."""
+    inside = link.inside and _without_byte_overhead(link.inside)
+    return dataclasses.replace(link, byte_overhead=0.0, inside=inside)
 
 
 def default_device(device_type: str, memory: float | None = None) -> Device:
