@@ -71,15 +71,24 @@ TRANSFORMS = [
         zt.offload(where="momentum.*", at_least=0, across_steps=True),
     ),
     zt.offload(memory=1 << 20),
+    zt.owned_updates(),
 ]
-# The sums over micro-batches are in another order than those of the whole batch.
-SUMS = [zt.accumulate(2), zt.accumulate(2, keep="shard"), zt.accumulate(2, keep="whole")]
+# The sums over micro-batches and tiles are in another order than those of the whole batch.
+SUMS = [
+    *(zt.accumulate(2), zt.accumulate(2, keep="shard"), zt.accumulate(2, keep="whole")),
+    zt.accumulate(2, order="layers"),
+    *(zt.tile(parts=2), zt.tile(memory="auto")),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
 def test_every_transform_with_each_option_obeys_the_laws(transform):
-    laws = {"worlds": (2,), "stages": (0, 3), "unsharded": transform.name != "overlap_grads"}
+    laws = {
+        "worlds": (2,),
+        "stages": (0, 3),
+        "unsharded": transform.name not in ("overlap_grads", "owned_updates"),
+    }
     zt.testing.check_laws(transform, in_halves, *with_momentum(), **laws)
 
 
