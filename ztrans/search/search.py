@@ -59,8 +59,9 @@ Planned = tuple[Row, list[Lowered]]
 # Settings that may be within this share of the winner are planned too, for the table.
 LISTED = 0.02
 # Guesses that decide the order of the search only: how much longer a step may take that has no room for any of its
-# activations, as a share of its compute; and one that has more micro-batches, because its products are smaller.
-RECOMPUTED = 0.1
+# activations, as a share of its compute, where half of the room costs a quarter of that, because a plan recomputes what
+# is cheap first; and one that has more micro-batches, because its products are smaller.
+RECOMPUTED = 0.2
 SMALLER = 0.02
 
 
@@ -266,7 +267,7 @@ class _Plans:
         rest = small.without_layers([memory(x.graph).peak for x in lowered])
         missing = min(1.0, (figures.peak - limit) / max(1.0, figures.peak - rest))
         c.least = max(c.least, figures.seconds)
-        c.expected = c.least + RECOMPUTED * missing * c.bound
+        c.expected = c.least + RECOMPUTED * missing**2 * c.bound
         if not setting.saves_memory:
             self.expected[setting.without_savings()] = c.expected
         return None
