@@ -1,6 +1,6 @@
 """How long `zt.search` takes, how well its small programs predict a step, and how near its winner is to the best.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.plans.search                 # from the project's root; 8 minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.plans.search                 # from the project's root; 15 minutes
     OMP_NUM_THREADS=1 python -m benchmarks.plans.search search          # one part: search, predictions or exhaustive
 
 search       Llama-3-8B with 4 x 8,192 tokens a rank on 64 H100s, 8 on a host: all knobs, within 55 seconds.

@@ -143,9 +143,9 @@ def search(
         for c in candidates:
             plans.learn(c)
         begin = time.process_time()
-        # After half of the time there should be a row: first plan what is nearly planned.
+        # After half of the time there should be a row: first plan what needs no other trace.
         is_late = not found and begin > deadline - seconds / 2
-        candidate = min(candidates, key=lambda c: (is_late and not c.is_kept, c.expected))
+        candidate = min(candidates, key=lambda c: (is_late and plans.lacks_trace(c), c.expected))
         best = min((row.seconds for row, _ in found), default=math.inf)
         margin = -EQUAL if candidate.setting.saves_memory else LISTED
         name, advance = plans.next_step(candidate)
@@ -191,6 +191,8 @@ class _Plans:
         bounds: the bound, what sets it and the bytes of the state, by the values that do more than to save memory.
         fastest: the seconds with memory for everything, by the same values.
         expected: the seconds that a step may take which does not save memory, by the same values.
+        missing: the share of the activations for which the first such step has no room, by the number of micro-batches
+            and whether it saves memory. The activations of the others are about as large.
     """
 
     def __init__(self, step: Step[..., Any], traced: Traced, rows: int) -> None:
@@ -203,6 +205,7 @@ class _Plans:
         self.bounds: dict[Values, tuple[float, str, float]] = {}
         self.fastest: dict[Values, float] = {}
         self.expected: dict[Values, float] = {}
+        self.missing: dict[tuple[int, bool], float] = {}
 
     def next_step(self, c: _Candidate) -> tuple[str, Advance]:
         """The next step of a candidate, with its name."""
@@ -223,12 +226,17 @@ class _Plans:
         values = c.setting.without_savings()
         larger = [self.bounds[v][0] for v in _with_fewer_micro_batches(values) if v in self.bounds]
         c.least = max(c.least, self.fastest.get(values, 0.0), *larger, 0.0)
-        c.expected = max(c.expected, c.least)
-        if c.setting.micro_batches not in self.small:
+        missing = self.missing.get((c.setting.micro_batches, c.setting.saves_memory), 0.0)
+        c.expected = max(c.expected, c.least + RECOMPUTED * missing**2 * c.bound)
+        if self.lacks_trace(c):
             like = min((bound for bound, _, _ in self.bounds.values()), default=0.0)
             c.expected = max(c.expected, max(like, c.least) * (1 + SMALLER))
         if c.setting.saves_memory:  # the step without it comes first
             c.expected = max(c.expected, self.expected.get(values, 0.0) * (1 + EQUAL))
+
+    def lacks_trace(self, c: _Candidate) -> bool:
+        """Whether the step must be traced for the micro-batches of a candidate."""
+        return c.setting.micro_batches not in self.small
 
     def bounded(self, c: _Candidate) -> None:
         """Trace the step for its micro-batches, cut small programs out of it, and bound them."""
@@ -268,6 +276,7 @@ class _Plans:
         missing = min(1.0, (figures.peak - limit) / max(1.0, figures.peak - rest))
         c.least = max(c.least, figures.seconds)
         c.expected = c.least + RECOMPUTED * missing**2 * c.bound
+        self.missing.setdefault((setting.micro_batches, setting.saves_memory), missing)
         if not setting.saves_memory:
             self.expected[setting.without_savings()] = c.expected
         return None
