@@ -29,7 +29,10 @@ from ..peers.between_hosts import MiB, counted
 from ..peers.model import Config, Task, adamw, loss_of
 from ..peers.tensor_parallel import network
 
-CONFIG = Config(layers=2, width=256, vocab=512, sequence=256, batch=4)
+# A step of the first takes as long as its share of the messages, and one of the second three times as long.
+CONFIGS = tuple(
+    Config(layers=2, width=256, vocab=512, sequence=256, batch=batch) for batch in (4, 12)
+)
 H = 10
 ALONE = "compute alone"
 
@@ -139,11 +142,12 @@ def measured(every: dict[str, Subject], rounds: int) -> tuple[dict[str, Used], d
     return {name: Used(*map(statistics.median, zip(*each))) for name, each in used.items()}, losses
 
 
-def report(
-    every: dict[str, Subject], used: dict[str, Used], losses: dict[str, float], rounds: int
-) -> str:
+def table(every: dict[str, Subject], used: dict[str, Used], losses: dict[str, float]) -> list[str]:
     alone = used[ALONE].seconds
-    rows = []
+    rows = [
+        "| parameters are averaged | ms a step | of compute alone | MiB a step | MiB received, by arithmetic | loss |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name, each in used.items():
         cells = (
             name,
@@ -154,32 +158,34 @@ def report(
             f"{losses[name]:.3f}",
         )
         rows.append(f"| {' | '.join(cells)} |")
-    count = sum(p.numel() for p in Task(CONFIG, 1).model().parameters())
-    return "\n".join([
+    return rows
+
+
+def heading(rounds: int) -> list[str]:
+    count = sum(p.numel() for p in Task(CONFIGS[0], 1).model().parameters())
+    return [
         f"# Local steps: {network(dist.get_world_size())}",
         "",
         f"{date.today()}, torch {torch.__version__}, gloo, one process and one core a host, fp32. A GPT of "
-        f"{count:,} parameters, {CONFIG.batch} x {CONFIG.sequence} tokens a rank, AdamW; local steps with the outer "
-        f"optimizer of DiLoCo. Medians of {rounds} rounds of {H} steps, in turns. MiB are those of the first host's "
-        f"interface in both directions, headers included; beside them what a rank receives by arithmetic. All train "
-        f"on the same few tokens again and again, so the losses say only that they train.",
-        "",
-        "| parameters are averaged | ms a step | of compute alone | MiB a step | MiB received, by arithmetic | loss |",
-        "|---|---:|---:|---:|---:|---:|",
-        *rows,
-        "",
-    ])  # fmt: skip
+        f"{count:,} parameters, AdamW; local steps with the outer optimizer of DiLoCo. Medians of {rounds} rounds of "
+        f"{H} steps, in turns. MiB are those of the first host's interface in both directions, headers included; "
+        f"beside them what a rank receives by arithmetic. All train on the same few tokens again and again, so the "
+        f"losses say only that they train.",
+    ]
 
 
 def main(quick: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config = Config(2, 32, 2, 64, 16, 2) if quick else CONFIG
     rounds = 1 if quick else 5
-    every = subjects(config)
-    used, losses = measured(every, rounds)
+    lines = heading(rounds)
+    for config in (Config(2, 32, 2, 64, 16, 2),) if quick else CONFIGS:
+        every = subjects(config)
+        used, losses = measured(every, rounds)
+        title = f"{config.batch} x {config.sequence} tokens a rank:"
+        lines += ["", title, "", *table(every, used, losses)]
     if dist.get_rank() == 0:
-        text = report(every, used, losses, rounds)
+        text = "\n".join([*lines, ""])
         print(text)
         if not quick:
             (RESULTS / "local_steps_50mbit.md").write_text(text)
