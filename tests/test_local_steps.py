@@ -358,6 +358,55 @@ def test_options_that_mean_nothing(options, text):
         zt.local_steps(on_hosts(sgd_step), **options)
 
 
+@pytest.mark.parametrize(
+    "outer", [0.7, torch.optim.SGD, zt.nesterov], ids=["rate", "class", "uncalled"]
+)
+def test_an_outer_optimizer_is_a_function(outer):
+    with pytest.raises(TypeError, match=r"outer=.*such as zt\.nesterov\(lr=0\.7, momentum=0\.9\)"):
+        zt.local_steps(on_hosts(sgd_step), h=2, outer=outer)
+
+
+@pytest.mark.parametrize(
+    ("outer", "text"),
+    [
+        (
+            lambda p, g, s: {k: p[k] - g[k] for k in p},
+            "returned a dict; it returns a pair of dicts",
+        ),
+        (lambda p, g, s: ({"up": p["up"]}, s), "returned no new value of down"),
+    ],
+    ids=["one dict", "some parameters"],
+)
+def test_an_outer_optimizer_returns_parameters_and_state(outer, text):
+    """A parameter that it left out would stay that of each host."""
+    local = zt.local_steps(on_hosts(sgd_step), h=2, outer=outer)
+    with pytest.raises(TypeError, match=text):
+        local.sync.lower(local.init(first_state()), batches(1)[0][0])
+
+
+@pytest.mark.parametrize("step", ["inner", "sync"])
+@pytest.mark.parametrize("lifted", [False, True])
+def test_a_state_that_init_has_not_made(step, lifted):
+    x = batches(1)[0][0]
+    plain, state = sgd_step, first_state()
+    if lifted:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loop_step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        plain, state = zt.lift(loop_step, model, optimizer)
+    local = zt.local_steps(on_hosts(plain), h=2, outer=zt.nesterov(0.7))
+    with pytest.raises(TypeError, match=r"the state has no 'state'(?s:.*)local\.init\(state\)"):
+        getattr(local, step).lower(state, x)
+    if step == "sync":
+        with pytest.raises(TypeError, match="the state has no 'outer'"):
+            local.sync.lower({"state": state}, x)
+
+
 def test_errors_say_what_to_write():
     with pytest.raises(ValueError, match=r"sgd_step has no axis (?s:.*)independent_axis='host'"):
         zt.local_steps(zt.shard_params(HOSTS, replicate_axis="host")(sgd_step), 2)

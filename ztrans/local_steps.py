@@ -65,7 +65,8 @@ def local_steps(step: Callable, h: int, outer: Outer | None = None, parts: int =
             has just been averaged. `sync` still averages everything.
 
     Raises: ValueError if the step has no independent axis, if `h` is not a number from 1 on, or if `parts` is not one
-        from 1 to `h`. When the step is traced, or in `init`: TypeError if the state has no tensors at "params".
+        from 1 to `h`. TypeError if `outer` is no function; when the step is traced, if the state does not come from
+        `init`, or `outer` does not return what it has to; and in `init`, if the state has no tensors at "params".
 
     Source: Stich, Local SGD Converges Fast, 2019; Douillard et al., DiLoCo, 2023, and Streaming DiLoCo, 2025.
 
@@ -88,6 +89,11 @@ def local_steps(step: Callable, h: int, outer: Outer | None = None, parts: int =
         raise ValueError(
             f"local_steps: parts={parts} and h={h}. Each part is averaged once in h steps, one part in a step, so "
             f"there are at most h parts."
+        )
+    if outer is not None and (not callable(outer) or isinstance(outer, type) or outer is nesterov):
+        raise TypeError(
+            f"local_steps: outer={outer!r}; it is a function outer(params, pseudo_gradient, outer_state), such as "
+            f"zt.nesterov(lr=0.7, momentum=0.9)."
         )
     own = Step.of(step)
     trained = functools.partial(_trained, own.__name__, own.fn)
@@ -172,13 +178,13 @@ def nesterov(lr: float, momentum: float = 0.9) -> Outer:
 
 
 def _alone(run: Run, local: LocalState) -> tuple[LocalState, Any]:
-    state, output = run(local["state"])
+    state, output = run(_held(local, "state"))
     return {**local, "state": state}, output
 
 
 def _after_a_step(average: Average, trained: Trained, axis: Axis) -> Around:
     def around(run: Run, local: LocalState) -> tuple[LocalState, Any]:
-        state, output = run(local["state"])
+        state, output = run(_held(local, "state"))
         params, shared = average(local, pmean(trained(state), axis))
         return {**local, **shared, "state": _with_params(state, params)}, output
 
@@ -192,7 +198,7 @@ def _under_a_step(
 
     def around(run: Run, local: LocalState) -> tuple[LocalState, Any]:
         # Copies, because the step may write its parameters in place.
-        old = pytree.tree_map(torch.clone, _part(trained(local["state"]), number, parts))
+        old = pytree.tree_map(torch.clone, _part(trained(_held(local, "state")), number, parts))
         # Nothing before the end of the step reads the means, so their message may run under all of it.
         means = pmean(old, axis)
         state, output = run(local["state"])
@@ -210,16 +216,50 @@ def _average(outer: Outer | None) -> Average:
     def average(local: LocalState, means: Tensors) -> tuple[Tensors, LocalState]:
         if outer is None:
             return means, {}
-        shared = {name: local["outer"][name] for name in means}
+        outer_params, outer_state = _held(local, "outer"), _held(local, "momentum")
+        shared = {name: outer_params[name] for name in means}
         moved = {name: shared[name] - mean for name, mean in means.items()}
-        old_state = {name: local["momentum"][name] for name in means}
-        new, new_state = outer(shared, moved, old_state)
+        old_state = {name: outer_state[name] for name in means}
+        new, new_state = _both(outer(shared, moved, old_state), means)
         return dict(new), {
-            "outer": {**local["outer"], **new},
-            "momentum": {**local["momentum"], **new_state},
+            "outer": {**outer_params, **new},
+            "momentum": {**outer_state, **new_state},
         }
 
     return average
+
+
+def _held(local: LocalState, key: str) -> Any:
+    """A part of the state that `init` has made.
+
+    Raises: TypeError if it is not there.
+    """
+    if not isinstance(local, Mapping) or key not in local:
+        raise TypeError(
+            f"local_steps: the state has no {key!r}, so it does not come from `init` of these local steps.\n"
+            f"Make it once, before the first step: state = local.inner.shard(local.init(state))."
+        )
+    return local[key]
+
+
+def _both(returned: Any, names: Collection[str]) -> tuple[Tensors, dict[str, Any]]:
+    """The parameters and the state that an outer optimizer has returned.
+
+    Raises: TypeError if these are not two dicts, the first with the name of each parameter.
+    """
+    pair = returned if isinstance(returned, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(part, Mapping) for part in pair):
+        raise TypeError(
+            f"local_steps: outer returned a {type(returned).__name__}; it returns a pair of dicts by the names of the "
+            f"parameters: (params, outer_state)."
+        )
+    missing = [name for name in names if name not in pair[0]]
+    if missing:
+        raise TypeError(
+            f"local_steps: outer returned no new value of {', '.join(missing[:3])}. It returns a new value of each "
+            f"parameter that it gets."
+        )
+    return pair
 
 
 def _init(trained: Trained, outer: Outer | None) -> Callable[[Any], LocalState]:
@@ -367,7 +407,7 @@ class _AroundLifted(ExtraInputs):
         return _step_around(Step.of(evaluation), _alone, evaluation.__name__).fn
 
     def known_tensors(self, state: Any) -> Mapping[int, torch.Tensor]:
-        return self._lifted.known_tensors(state["state"])
+        return self._lifted.known_tensors(_held(state, "state"))
 
     def check_changed(self, changed: Collection[str]) -> None:
         of_state = [name.removeprefix("state.") for name in changed if name.startswith("state.")]

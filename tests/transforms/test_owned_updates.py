@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.owned import OPTIMIZERS, owned_case
+from tests.support.programs import CASES
 from tests.support.races import Races
 from tests.support.worlds import ALL, batches, clone, fake_mesh, lower_traced, slices, traced
 from ztrans.calling.call import BoundCall
@@ -191,6 +192,17 @@ def test_a_matrix_without_an_equal_stays_and_a_note_says_so():
     (note,) = program.graph.hints.notes
     assert "an update from bf16[5,7@dp]: there is no other one like it" in note
     assert "owned.py" in note and note in str(program.summary())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_update_without_gathers_has_a_note(stage):
+    """Elementwise optimizers run on shards; at stage 0 nothing is a shard."""
+    case = CASES["mlp"] if stage else owned_case()
+    program = lowered(case, 2, shard(2, stage), OWNED)
+    (note,) = program.graph.hints.notes
+    assert "gathers no matrices, so ranks exchange none" in note
+    assert ("use stage=1, 2 or 3" in note) == (stage == 0)
+    assert not lowered(case, 1, shard(1, stage), OWNED).graph.hints.notes
 
 
 def test_a_result_that_is_read_whole_stays(monkeypatch):

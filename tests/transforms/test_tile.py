@@ -264,10 +264,46 @@ def test_options():
         ({"parts": 0}, "parts=0; it is a number of tiles, from 1 to 64"),
         ({"parts": 65}, "parts=65; it is a number of tiles, from 1 to 64"),
         ({"memory": 0}, "memory=0; it is a number of bytes, or 'auto'"),
+        ({"at": 3}, "at=3; it is a line of the step, such as 'net.py:31'"),
         ({"tokens": 8, "parts": 2}, "each say how many tiles there are"),
     ]:
         with pytest.raises(ValueError, match=text):
             zt.tile(**options)
+
+
+def test_more_tiles_than_tokens():
+    """A plan that chooses does not try them."""
+
+    def loss(params, x, target):
+        return F.cross_entropy(x @ params["table"].t(), target)
+
+    state = {"table": state_of()["table"]}
+    batch = torch.randn(5, WIDTH), torch.randint(VOCAB, (5,))
+    with pytest.raises(
+        ValueError, match=r"tile: 5 tokens cannot be cut into 4 tiles\. Use parts=3 or fewer\."
+    ):
+        lower(step_of(loss), state, batch, zt.tile(parts=4))
+    chosen = lower(step_of(loss), state, batch, zt.tile(memory="auto"))
+    assert "parts=1" in chosen.plan.notes[0]
+
+
+def test_a_step_that_stays_whole_says_why():
+    def narrow(params, x):
+        return (x @ params["w"]).square().mean()
+
+    def update_is_largest(params, ids):
+        return F.cross_entropy(F.embedding(ids, params["table"]) @ params["table"].t(), ids)
+
+    small = {"table": state_of()["table"]}
+    for loss, state, batch, options, reason in [
+        (loss_of, state_of(), tokens(4, 4), {}, "its 16 tokens are one tile"),
+        (narrow, {"w": torch.ones(4, 4)}, (torch.ones(8, 4),), {"parts": 2}, "twice as wide"),
+        (update_is_largest, small, (torch.arange(4),), {"parts": 2}, "not lower its peak"),
+    ]:
+        lowered = lower(step_of(loss), state, batch, zt.tile(**options))
+        (note,) = lowered.graph.hints.notes
+        assert reason in note and note in str(lowered.summary())
+        assert str(lowered.graph.eqns) == str(lower(step_of(loss), state, batch).graph.eqns)
 
 
 def test_an_unknown_line():

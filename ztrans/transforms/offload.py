@@ -334,8 +334,8 @@ def _matches_none(where: Where, at_least: int, graph: Graph) -> ValueError:
         if v.shape and v.numel * v.dtype.itemsize >= at_least:
             names.append(v.name)
     option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
+    listed = f"These are {first_names(names, _LISTED)}" if names else "No leaf is so large"
     return ValueError(
         f"offload: where={option} matches no leaf of the state of {graph.name} that has dims and at least "
-        f"{format_bytes(at_least)}.\nThese are {first_names(names, _LISTED) or 'none'}. For smaller ones, pass "
-        f"at_least=0."
+        f"{format_bytes(at_least)}.\n{listed}. For smaller ones, pass at_least=0."
     )

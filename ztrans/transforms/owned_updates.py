@@ -15,6 +15,7 @@ The equations of f do not change, so the results have the same bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -101,6 +102,8 @@ class _OwnedUpdates(Transform):
                 "Apply shard_params first: it must be the innermost decorator, or the first in zt.chain."
             )
         found, problems = _chains(graph)
+        if not found and not problems and math.prod(dict(graph.mesh).values()) > 1:
+            problems = [_nothing_gathered(graph)]
         groups: list[list[Chain]] = []
         for members in grouped((each.structure, each) for each in found).values():
             ranks = graph.axes[members[0].axis]
@@ -112,6 +115,13 @@ class _OwnedUpdates(Transform):
         return _with_owners(graph, groups).with_hints(
             notes=(*graph.hints.notes, *dict.fromkeys(problems))
         )
+
+
+def _nothing_gathered(graph: Graph) -> str:
+    note = f"owned_updates: the update of {graph.name} gathers no matrices, so ranks exchange none"
+    if graph.zero_stage == 0:
+        note += "\n  At stage 0 every rank has whole matrices, and computes all updates: use stage=1, 2 or 3."
+    return note
 
 
 # ---- chains

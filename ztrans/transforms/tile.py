@@ -74,6 +74,8 @@ def tile(
     check_number("tile: parts", parts, f"a number of tiles, from 1 to {_MOST_PARTS}", 1, None)
     if parts is not None and parts > _MOST_PARTS:
         raise ValueError(f"tile: {parts=}; it is a number of tiles, from 1 to {_MOST_PARTS}.")
+    if at is not None and not isinstance(at, str):
+        raise ValueError(f"tile: {at=}; it is a line of the step, such as 'net.py:31'.")
     return _Tile(tokens, parts, byte_count("tile: memory", memory, 1, "auto", None), at)
 
 
@@ -108,13 +110,22 @@ class _Tile(Transform):
         if not found:
             if self.at is not None:
                 raise _nothing_at(self.at, graph, wide_parts(program))
-            return graph
+            return self._uncut(graph, "no values are twice as wide as what they are computed from")
         largest = found[0]
         parts = self.parts or -(-largest.rows // (self.tokens or largest.rows))
+        if parts == 1:
+            return self._uncut(graph, f"its {largest.rows} tokens are one tile")
         if parts > _MOST_PARTS:
             raise ValueError(
                 f"tile: {largest.rows} tokens in tiles of {self.tokens} are {parts} tiles, more than {_MOST_PARTS}.\n"
                 f"Use tokens={-(-largest.rows // _MOST_PARTS)} or more."
+            )
+        most = -(-largest.rows // chunk(largest.rows, parts))
+        if most < parts:
+            if self.memory is not None:
+                return graph
+            raise ValueError(
+                f"tile: {largest.rows} tokens cannot be cut into {parts} tiles. Use parts={most} or fewer."
             )
         tiled = program
         for part in found:
@@ -127,7 +138,16 @@ class _Tile(Transform):
             except CannotCut as error:
                 if part is largest:
                     raise _refused(part, error) from None
-        return tiled if _peak(tiled) < _peak(graph) else graph
+        if _peak(tiled) < _peak(graph):
+            return tiled
+        return self._uncut(graph, "tiles would not lower its peak of memory")
+
+    def _uncut(self, graph: Graph, reason: str) -> Graph:
+        """The step as it is, with a note that says why, unless a plan chooses the number of tiles."""
+        if self.memory is not None:
+            return graph
+        note = f"tile: nothing of {graph.name} is cut: {reason}"
+        return graph.with_hints(notes=(*graph.hints.notes, note))
 
 
 def _tiled(graph: Graph, part: WidePart, count: int) -> Graph:
