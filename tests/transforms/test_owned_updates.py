@@ -197,7 +197,7 @@ def test_a_matrix_without_an_equal_stays_and_a_note_says_so():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_update_without_gathers_has_a_note(stage):
     """Elementwise optimizers run on shards; at stage 0 nothing is a shard."""
-    case = CASES["mlp"] if stage else owned_case()
+    case = CASES["uneven"] if stage else owned_case()
     program = lowered(case, 2, shard(2, stage), OWNED)
     (note,) = program.graph.hints.notes
     assert "gathers no matrices, so ranks exchange none" in note
