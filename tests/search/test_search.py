@@ -193,6 +193,12 @@ def test_errors_say_what_to_write():
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stages": (3,)})
     with pytest.raises(ValueError, match=r"write the values to try, such as \(3,\)"):
         zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs={"stage": 3})
+    for knobs, text in [
+        ({"stage": (3, 7)}, "has 7; its values are 0, 1, 2, 3"),
+        ({"on_host": ("moment",)}, "has 'moment'; its values are 'nothing', 'activations'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs=knobs)
     with pytest.raises(
         ValueError, match=r"1 of 1 settings: more than the memory.*\nTake more ranks"
     ):

@@ -76,6 +76,7 @@ class Knob(NamedTuple):
         apply: the setting with a value; None if it has no meaning there.
         text: a value in words; empty for one that changes nothing.
         saves_memory: whether values after the first can only help a step that has too little memory.
+        only: all values that it takes; empty if these are numbers.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Knob(NamedTuple):
     apply: Callable[[Start, Setting, Any], Setting | None]
     text: Callable[[Any], str]
     saves_memory: bool = False
+    only: tuple[Any, ...] = ()
 
 
 def settings(start: Start, chosen: Mapping[str, Sequence[Any]] | None) -> Iterator[Setting]:
@@ -92,16 +94,22 @@ def settings(start: Start, chosen: Mapping[str, Sequence[Any]] | None) -> Iterat
         start: the step.
         chosen: the values of some knobs, in place of those in the table.
 
-    Raises: ValueError if a knob is unknown, or has no values.
+    Raises: ValueError if a knob is unknown, or has no values, or one that it does not take.
     """
     chosen = dict(chosen or {})
-    known = [knob.name for knob in KNOBS]
+    known = {knob.name: knob for knob in KNOBS}
     for name, values in chosen.items():
         if name not in known:
             raise ValueError(f"search: no knob {name!r}; there are {', '.join(known)}.")
         if isinstance(values, (str, int)) or not values:
             raise ValueError(
                 f"search: knobs={{{name!r}: {values!r}}}; write the values to try, such as ({values!r},)."
+            )
+        only = known[name].only
+        wrong = [value for value in values if only and value not in only]
+        if wrong:
+            raise ValueError(
+                f"search: knobs={{{name!r}: ...}} has {wrong[0]!r}; its values are {', '.join(map(repr, only))}."
             )
     tried = [chosen.get(knob.name, knob.values(start)) or (None,) for knob in KNOBS]
     for values in itertools.product(*tried):
@@ -263,10 +271,15 @@ KNOBS: tuple[Knob, ...] = (
         lambda start: ("batches", "layers"),
         _with_order,
         lambda order: f"in the order of {order}" if order == "layers" else "",
+        only=("batches", "layers"),
     ),
-    Knob("stage", _stages, _with_stage, lambda n: f"stage {n}"),
+    Knob("stage", _stages, _with_stage, lambda n: f"stage {n}", only=(0, 1, 2, 3)),
     Knob(
-        "replicas", _replicas, _with_replicas, lambda yes: "a replica on each host" if yes else ""
+        "replicas",
+        _replicas,
+        _with_replicas,
+        lambda yes: "a replica on each host" if yes else "",
+        only=(False, True),
     ),
     Knob(
         "tile",
@@ -281,6 +294,7 @@ KNOBS: tuple[Knob, ...] = (
         _with_host,
         lambda what: f"{what} on the host" if what != "nothing" else "",
         saves_memory=True,
+        only=("nothing", "activations", "moments", "everything"),
     ),
 )
 

@@ -104,7 +104,8 @@ def search(
     runs, and no GPU is needed.
 
     Args:
-        step: a step; over several ranks, one with `shard_params(mesh)`. Its other transforms stay as they are, and
+        step: a step; over several ranks, one with `shard_params(mesh)`. Its `accumulate` is left out, and its other
+            transforms stay;
             `overlap_grads`, `prefetch`, `fuse_cast_gather` and `remat(memory="auto")` are added where they are missing.
         state, batch: the arguments of a call on one rank. Meta tensors are enough.
         cluster: the devices and links, by default H100s on InfiniBand.
@@ -116,7 +117,7 @@ def search(
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.
 
-    Raises: ValueError if a knob is unknown, or no setting fits the memory.
+    Raises: ValueError if a knob or a value of one is unknown, or no setting fits the memory.
 
     >>> import torch
     >>> import ztrans as zt
