@@ -98,9 +98,22 @@ def extra_gradient(state, x, y):
     return {"params": [p - 0.1 * m for p, m in zip(state["params"], m)], "m": m}, loss
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_that_forward_reads_too_is_that_of_each_micro_batch(stage):
-    """Each micro-batch looks ahead along its own mean gradient, whether sums are kept whole or as shards."""
+def ahead_in_part(state, x, y):
+    """A second forward reads the gradient of the first layer, and only the update reads the others."""
+    params = state["params"]
+    first, _ = grad_and_value(loss_fn)(params, x, y)
+    ahead = [params[0] - 1e-4 * first[0], *params[1:]]
+    second, loss = grad_and_value(loss_fn)(ahead, x, y)
+    return updated(state, [second[0], *first[1:]]), loss
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("step", [extra_gradient, ahead_in_part])
+def test_a_gradient_that_forward_reads_too_is_that_of_each_micro_batch(step, stage):
+    """Each micro-batch looks ahead along its own mean gradient, whether sums are kept whole or as shards.
+
+    Its reduction runs in each micro-batch, so it shares no bucket with the reduction of a whole sum.
+    """
     state = pytree.tree_map(torch.Tensor.double, new_state())
     data = tuple(x.double() for x in batch(16))
     micro_batches = [[x[r::2][k * 4 :][:4] for x in data] for k in range(2) for r in range(2)]
@@ -108,17 +121,53 @@ def test_a_gradient_that_forward_reads_too_is_that_of_each_micro_batch(stage):
     grads = []
     for k in range(2):
         both = [torch.cat(x) for x in zip(*micro_batches[2 * k : 2 * k + 2])]
-        new, _ = extra_gradient(state, *both)
+        new, _ = step(state, *both)
         grads.append([b - 0.9 * a for a, b in zip(state["m"], new["m"])])
     expected = updated(state, [(a + b) / 2 for a, b in zip(*grads)])
 
-    for keep in ("whole", "shard"):
-        mesh = zt.AbstractMesh(dp=2)
-        chain = zt.chain(zt.accumulate(2, keep=keep), zt.shard_params(mesh, stage=stage))
-        lowered = chain(extra_gradient).trace(state, *slices[0]).lower()
+    traced = zt.accumulate(2)(step).trace(state, *slices[0])
+    shard = zt.shard_params(zt.AbstractMesh(dp=2), stage=stage)
+    planned = zt.overlap_grads(), zt.prefetch()
+    cluster = zt.cluster("h100", dp="ethernet-1g")  # a message costs more than this backward
+    for keep, schedules in itertools.product(("whole", "shard"), ((), planned)):
+        chain = zt.chain(zt.accumulate(2, keep=keep), shard, *schedules)(step)
+        lowered = dataclasses.replace(traced, transforms=chain.transforms).lower(cluster=cluster)
         result, _ = lowered.lockstep(state, slices)
         for a, b in zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True):
-            assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), (keep, (a - b).abs().max())
+            far = (a - b).abs().max()
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), (keep, schedules, far)
+
+
+def with_means(state, x):
+    """One mean changes a statistic in each micro-batch. Only the update reads the other: its average over all."""
+    running = 0.9 * state["running"] + 0.1 * zt.pmean(x.mean(0), "dp")
+    squares = zt.pmean(x.square().mean(0), "dp")
+    grad, loss = grad_and_value(lambda w: ((x - running) * w).sum(1).square().mean())(state["w"])
+    average = 0.9 * state["average"] + 0.1 * squares
+    return {"w": state["w"] - 0.1 * grad, "running": running, "average": average}, loss
+
+
+def test_a_mean_of_each_micro_batch_and_one_of_all_share_no_bucket():
+    state = {name: torch.ones(8).double() for name in ("w", "running", "average")}
+    micro_batches = torch.arange(128.0).double().sin().view(2, 2, 4, 8)  # each for two ranks
+    slices = [(micro_batches[:, rank].flatten(0, 1),) for rank in range(2)]
+    running = state["running"]
+    for both in micro_batches.flatten(1, 2):
+        running = 0.9 * running + 0.1 * both.mean(0)
+    average = 0.9 * state["average"] + 0.1 * micro_batches.square().mean((0, 1, 2))
+
+    schedules = zt.shard_params(zt.AbstractMesh(dp=2), stage=0), zt.overlap_grads()
+    step = zt.chain(zt.accumulate(2), *schedules)(with_means)
+    lowered = step.lower(state, *slices[0], cluster=zt.cluster("h100", dp="ethernet-1g"))
+    result, _ = lowered.lockstep(state, slices)
+    assert torch.allclose(result["running"], running, rtol=1e-12)
+    assert torch.allclose(result["average"], average, rtol=1e-12)
+
+    (first, _), (second, place), *others = lowered.plan.reductions
+    assert first + second == ("pmean", "pmean_1")
+    edited = dataclasses.replace(lowered.plan, reductions=((first + second, place), *others))
+    with pytest.raises(ValueError, match=r"share a bucket: micro-batches each and all\."):
+        lowered.with_plan(edited)
 
 
 @pytest.mark.slow

@@ -20,12 +20,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
-from typing import Any, NamedTuple
+from itertools import chain, islice, repeat
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .collectives import rules
+from .dependencies import depending
 from .donation import is_constant
 from .graph import Eqn, Graph, Var, dce, producers, rename, variables
 from .liveness import liveness
@@ -54,6 +55,20 @@ def changing(graph: Graph) -> set[Var]:
         if changed_leaves <= changing_values:
             return changing_values
         changing_values |= changed_leaves
+
+
+def micro_batches_of_values(graph: Graph) -> dict[Var, Literal["each", "all"]]:
+    """Whether each value belongs to "each" micro-batch, or to "all", as a sum does.
+
+    A value without an entry depends on neither, such as a parameter. No collective may have values of both kinds: all
+    its results would change with every micro-batch, and the update that reads the sums would run in each of them.
+    """
+    if graph.micro == 1:
+        return {}
+    marks = (e for e in graph.eqns if rules(e).over_all_micro_batches)
+    combined = chain.from_iterable(e.results for e in marks)
+    of_all = depending(graph.eqns, combined)
+    return {**dict.fromkeys(of_all, "all"), **dict.fromkeys(changing(graph), "each")}
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
 def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather:
     start = collective.start
     return Gather(
-        key=bucket_key(start),
+        key=collective.key,
         wire=rules(start).wire_bytes(start, sizes),
         bytes=rules(start).received_bytes(start, 0, sizes),
         use=use,
@@ -281,7 +281,7 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     for i, collective in enumerate(s.reductions):
         start = collective.start
         gradient = size(start.ins[0])
-        key: tuple = (*bucket_key(start), collective.second is not None)
+        key: tuple = (collective.key, collective.second is not None)
         if bucket_bytes is not None:
             number, filled = last_bucket.get(key, (0, 0))
             if filled and filled + gradient > bucket_bytes:

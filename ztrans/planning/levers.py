@@ -7,6 +7,7 @@ in a plan, and the program in the order of a plan (`realise`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -101,7 +102,8 @@ def _keep_parts(s: Skeleton) -> Iterator[ProgramLever]:
                 continue
             copied_at = s.spans[earlier].first
             part = kept_part(s.gathers[earlier].wait, replaced.start, count)
-            gather = Collective(gather_of_parts(part[-1].out, replaced.start), replaced.wait)
+            start = gather_of_parts(part[-1].out, replaced.start)
+            gather = dataclasses.replace(replaced, start=start, arrival=None)
             size = bytes_on_first_rank(part[-1].out, {**sizes, option: count})
             yield ProgramLever(
                 PARTS,

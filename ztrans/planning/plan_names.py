@@ -151,6 +151,9 @@ def _check_kinds(kind: str, members: list[Collective]) -> None:
         elif first.second or other.second:
             again = first.name if first.second else other.name
             differences = differences or f"only {again} is reduced again, over another axis"
+        if first.micro_batches != other.micro_batches:
+            numbers = f"micro-batches {first.micro_batches} and {other.micro_batches}"
+            differences = differences or numbers
         if differences:
             raise ScheduleError(
                 f"the {kind} {first.name!r} and {other.name!r} are of two kinds and cannot share a bucket: "

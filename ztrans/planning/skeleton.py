@@ -24,6 +24,7 @@ from ..ir.collectives import bucket_key, is_start, role, rules
 from ..ir.donation import first_write
 from ..ir.graph import Eqn, Graph, Var, producers, users
 from ..ir.liveness import Liveness, liveness
+from ..ir.micro_batches import micro_batches_of_values
 from ..ir.op_facts import is_matmul
 from ..ir.pairing import pair
 from ..ir.printer import header
@@ -49,12 +50,25 @@ def hoist(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """A collective of one member that a plan places."""
+    """A collective of one member that a plan places.
+
+    Attributes:
+        start, wait: its equations.
+        second: start and wait of a reduction of its result.
+        arrival: start and wait of the copy of what a gather sends.
+        micro_batches: whether its member belongs to "each" micro-batch, to "all" of them, or to "none".
+    """
 
     start: Eqn
     wait: Eqn
-    second: tuple[Eqn, Eqn] | None = None  # start and wait of a reduction of its result
-    arrival: tuple[Eqn, Eqn] | None = None  # start and wait of the copy of what a gather sends
+    second: tuple[Eqn, Eqn] | None = None
+    arrival: tuple[Eqn, Eqn] | None = None
+    micro_batches: str = "none"
+
+    @property
+    def key(self) -> Hashable:
+        """Collectives with equal keys may share a bucket."""
+        return bucket_key(self.start), self.micro_batches
 
     @property
     def value(self) -> Var:
@@ -282,6 +296,7 @@ def _collectives(
     second: dict[Eqn, tuple[Eqn, Eqn]] = {}  # by the wait for the first one
     arrival: dict[Eqn, tuple[Eqn, Eqn]] = {}  # by the gather of what is copied
     leaves = set(graph.inputs)
+    micro_batches = micro_batches_of_values(graph)
     for e, started in pairs.starts.items():
         if e.hint is None:
             continue
@@ -296,6 +311,12 @@ def _collectives(
             if copy.ins[0] in leaves and readers[e.ins[0]] == [e]:
                 arrival[e] = copy, maker
     return [
-        Collective(start, wait, second.get(wait), arrival.get(start))
+        Collective(
+            start,
+            wait,
+            second.get(wait),
+            arrival.get(start),
+            micro_batches.get(start.ins[0], "none"),
+        )
         for start, wait in first_of_pairs
     ]
