@@ -297,7 +297,7 @@ def _bytes_of_moments(graph: Graph) -> dict[str, int]:
             leaves_in_parts.append((part, v))
     sizes = {}
     for name, leaves in grouped(leaves_in_parts).items():
-        size = sum(v.numel * v.dtype.itemsize for v in leaves if v.shape)
+        size = sum(v.nbytes for v in leaves if v.shape)
         if size and read_before.isdisjoint(leaves):
             sizes[name] = size
     return sizes

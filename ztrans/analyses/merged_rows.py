@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Names, Var, producers, variables
+from ..ir.graph import Eqn, Graph, Names, Var, variables
 from ..ir.op_facts import op_facts
 from ..ir.patterns import WHOLE, letters_of
 from ..ir.sharding_rules import pattern_of
@@ -44,7 +44,7 @@ def merged_rows(graph: Graph, eqns: Sequence[Eqn]) -> MergedRows | None:
         return None
     from_batch = varying(graph, ("batch",))
     merged: dict[Var, Var] = {}
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    names = Names.of(graph)
     for e in eqns:
         for v in (*e.ins, *e.results):
             if v.shape[:2] == lead and v in from_batch and v not in merged:

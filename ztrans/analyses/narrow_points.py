@@ -16,15 +16,14 @@ weights; values that no parameter enters, such as masks; and gradients of leaves
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.dependencies import depending, grouped
-from ..ir.graph import Eqn, Graph, Region, Var, producers, users, variables
+from ..ir.dependencies import depending
+from ..ir.graph import Eqn, Graph, Region, Var, producers
 from ..ir.liveness import liveness
 from ..ir.marks import GRADIENT
-from ..ir.structure import structures
 from ..ir.varying import varying
 
 # The bytes of the largest value that passes a narrow point, as a part of all that pass. The rest may be small values,
@@ -49,27 +48,6 @@ class Stretch:
     entry: Var | None
     exit: Var | None
     leaves: frozenset[Var]
-
-    def inputs(self) -> tuple[Var, ...]:
-        """The values that it reads from outside, in the order of their first readers."""
-        bound: set[Var] = set()
-        read: dict[Var, None] = {}
-        for e in self.eqns:
-            read.update(dict.fromkeys(v for v in e.ins if v not in bound))
-            bound.update(e.results)
-        return tuple(read)
-
-    def outputs(self, graph: Graph) -> tuple[Var, ...]:
-        """The values that equations outside of it read, or that the program returns."""
-        inside = set(self.eqns)
-        returned = set(variables(graph.outputs))
-        readers = users(graph)
-        outputs = []
-        for e in self.eqns:
-            for v in e.results:
-                if v in returned or not inside.issuperset(readers.get(v, ())):
-                    outputs.append(v)
-        return tuple(outputs)
 
 
 @cached_on_graph
@@ -97,15 +75,6 @@ def stretches(graph: Graph, region: Region) -> tuple[Stretch, ...]:
         inside = tuple(eqns[start:end])
         parts.append(Stretch(region, inside, entry, exit, _leaves_read(inside, leaves)))
     return tuple(parts)
-
-
-def classes(graph: Graph, parts: Iterable[Stretch]) -> tuple[tuple[Stretch, ...], ...]:
-    """The stretches, grouped by what they compute: those of a group differ only in the values that they read."""
-    return tuple(map(tuple, grouped((_structure(graph, part), part) for part in parts).values()))
-
-
-def _structure(graph: Graph, part: Stretch) -> Hashable:
-    return structures(part.eqns, part.inputs(), part.outputs(graph), lambda v: v.type)
 
 
 # ---- what passes each place
@@ -164,7 +133,7 @@ def _passing(graph: Graph, eqns: Sequence[Eqn], counted: Set[Var]) -> list[_Pass
     for k, e in enumerate(eqns):
         live.update((root[v], v) for v in e.results if v in made and root[v] in made)
         live = {owner: v for owner, v in live.items() if last_read.get(owner, -1) > k}
-        sizes = {owner: owner.numel * owner.dtype.itemsize for owner in live}
+        sizes = {owner: owner.nbytes for owner in live}
         here = _Passing(k + 1, sum(sizes.values()))
         largest = max(sizes, key=sizes.__getitem__, default=None)
         if largest is not None and sizes[largest] >= LARGEST_SHARE * here.total:

@@ -312,7 +312,7 @@ def _span(graph: Graph, eqns: Set[Eqn]) -> tuple[int, int]:
 
 def in_parts(graph: Graph, segments: Iterable[Segment]) -> Graph:
     """The program in which each of these segments, which share no equation, runs in parts."""
-    names = Names(v.name for v in (*graph.inputs, *producers(graph.eqns)))
+    names = Names.of(graph)
     replaced: set[Eqn] = set()
     for s in segments:
         if s.parts > 1:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.dependencies import depending, reachable
+from ..ir.dependencies import depending, reachable, read_from_outside
 from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.liveness import liveness
 from ..ir.varying import varying
@@ -40,7 +40,7 @@ class WidePart:
 
     @property
     def inner_bytes(self) -> int:
-        return sum(v.numel * v.dtype.itemsize for v in self.inner)
+        return sum(v.nbytes for v in self.inner)
 
     @property
     def rows(self) -> int:
@@ -148,11 +148,7 @@ def _from_state(graph: Graph) -> set[Var]:
 
 def _entry(part: Iterable[Eqn], from_batch: Set[Var]) -> Var | None:
     """The largest float that depends on the batch and that these equations read, but do not make."""
-    made: set[Var] = set()
-    read: dict[Var, None] = {}
-    for e in part:
-        read.update(dict.fromkeys(v for v in e.ins if v not in made))
-        made.update(e.results)
+    read = read_from_outside(part)
     entries = [v for v in read if v in from_batch and v.dtype.is_floating_point and v.shape]
     return max(entries, key=lambda v: v.numel, default=None)
 

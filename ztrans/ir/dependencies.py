@@ -48,6 +48,14 @@ def needed(eqns: Iterable[Eqn], makers: Mapping[Var, Eqn]) -> set[Eqn]:
     return set(reachable(eqns, lambda e: [makers[v] for v in e.ins if v in makers]))
 
 
+def read_from_outside(eqns: Iterable[Eqn]) -> list[Var]:
+    """The values that equations read and do not compute, in the order of their first readers."""
+    eqns = list(eqns)
+    computed = {v for e in eqns for v in e.results}
+    read = dict.fromkeys(v for e in eqns for v in e.ins)
+    return [v for v in read if v not in computed]
+
+
 def depending(eqns: Iterable[Eqn], values: Iterable[Var]) -> set[Var]:
     """The values and all values computed from them. `eqns` are in an executable order."""
     dependent = set(values)

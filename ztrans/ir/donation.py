@@ -67,7 +67,7 @@ def is_constant(e: Eqn) -> bool:
     """
     if e.ins or len(e.results) != 1 or not isinstance(e.op, torch._ops.OpOverload):
         return False
-    is_small = e.out.numel * e.out.dtype.itemsize <= _MOST_CONSTANT_BYTES
+    is_small = e.out.nbytes <= _MOST_CONSTANT_BYTES
     return is_small and not e.out.layout and not is_random(e)
 
 

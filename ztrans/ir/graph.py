@@ -110,6 +110,11 @@ class Var:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the whole value."""
+        return self.numel * self.dtype.itemsize
+
+    @property
     def split(self) -> Split | None:
         """The first split of the value over the mesh, or None."""
         return next((s for s in self.layout if isinstance(s, Split)), None)
@@ -404,6 +409,11 @@ class Names:
     def __init__(self, used: Iterable[str] = ()) -> None:
         self._used = set(used)
         self._count: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, graph: Graph) -> Names:
+        """The names of a program."""
+        return cls(v.name for v in (*graph.inputs, *producers(graph.eqns)))
 
     def fresh(self, name: str) -> str:
         unique = name

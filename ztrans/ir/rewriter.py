@@ -53,7 +53,7 @@ class Rewriter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.makers = producers(graph.eqns)
-        self._names = Names(v.name for v in (*graph.inputs, *self.makers))
+        self._names = Names.of(graph)
         self._before: dict[Eqn | None, list[Eqn]] = {}
         self._after: dict[Eqn, list[Eqn]] = {}
         self._replacements: dict[Eqn, tuple[Eqn, ...]] = {}

@@ -26,7 +26,7 @@ def cheap_values(graph: Graph, at_least: int) -> set[Var]:
 
     choice = _Choice(graph)
     for v in choice.makers:
-        is_large = v.numel * v.dtype.itemsize >= at_least
+        is_large = v.nbytes >= at_least
         is_owner = root[v] is v and v not in needed_later
         if is_large and is_owner and v in first_reader:
             chosen = choice.with_inputs(v, first_reader[v], _DEPTH)

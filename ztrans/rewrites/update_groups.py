@@ -200,7 +200,7 @@ def _parts(run: Sequence[Eqn], parts: int) -> dict[Eqn, int]:
         parameters = [first_eqn[makers[v]] for v in e.ins if v in makers]
         first_eqn[e] = parameters[0] if parameters else e
         for v in e.results:
-            result_bytes[first_eqn[e]] += v.numel * v.dtype.itemsize
+            result_bytes[first_eqn[e]] += v.nbytes
             if v.shape:
                 makers[v] = e
 

@@ -15,19 +15,15 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..analyses.narrow_points import Stretch, stretches
-from ..ir.dependencies import grouped
+from ..ir.dependencies import grouped, read_from_outside
 from ..ir.graph import Eqn, Graph, Var, dce, rename, users, variables
 from ..ir.liveness import liveness
 from ..ir.marks import GRADIENT
-from ..ir.op_facts import is_view
+from ..ir.op_facts import ADD, is_view
 from ..ir.result_types import result_types
 from ..ir.structure import structures
 from ..ir.varying import varying
-
-ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +100,7 @@ def _with_structure(graph: Graph) -> Iterator[tuple[Hashable, Layer]]:
             continue
         exits = _exits(graph, eqns, layer_of, root[entry], root[exit])
         if exits:
-            inputs = _read_from_outside(eqns, eqns, ())
+            inputs = read_from_outside(eqns)
             structure = structures(eqns, inputs, tuple(exits), lambda v: v.type)
             yield structure, Layer(tuple(eqns), exits)
 
@@ -125,9 +121,10 @@ def _exits(
     exits = {exit: entry}
     readers = users(graph)
     here = layer_of[eqns[0]]
+    computed_or_given = {entry, *graph.inputs}.union(*(e.results for e in eqns))
     for region in ("forward", "backward"):
         mine = [e for e in eqns if e.region == region]
-        free = _read_from_outside(mine, eqns, {entry, *graph.inputs})
+        free = [v for v in read_from_outside(mine) if v not in computed_or_given]
         for v in (v for e in mine for v in e.results if v is not exit):
             if any(layer_of.get(e, here) != here for e in readers.get(v, ())):
                 like = next((x for x in free if x.is_like(v)), None)
@@ -135,14 +132,6 @@ def _exits(
                     exits[v] = like
                     free.remove(like)
     return exits
-
-
-def _read_from_outside(
-    eqns: Iterable[Eqn], layer: Iterable[Eqn], others: Collection[Var]
-) -> list[Var]:
-    """The values that equations of a layer read and the layer does not compute, without `others`."""
-    excluded = {v for e in layer for v in e.results}.union(others)
-    return [v for v in dict.fromkeys(v for e in eqns for v in e.ins) if v not in excluded]
 
 
 def _layer_of(graph: Graph, forward: Sequence[Stretch]) -> dict[Eqn, int]:

@@ -163,7 +163,7 @@ class _Copies:
             self.whole_inputs[v] = dataclasses.replace(v, shape=(rows, *v.shape[1:]))
 
         computed = [v for e in marked.eqns for v in e.results]
-        self.names = Names(v.name for v in (*marked.inputs, *computed))
+        self.names = Names.of(marked)
         self.values: list[dict[Var, Var]] = []
         for micro in range(marked.micro):
             own = {v: self._copy(v, micro) for v in computed if v in self.changing}

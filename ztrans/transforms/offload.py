@@ -331,7 +331,7 @@ class _MovingLeaves:
 def _matches_none(where: Where, at_least: int, graph: Graph) -> ValueError:
     names = []
     for v in graph.state:
-        if v.shape and v.numel * v.dtype.itemsize >= at_least:
+        if v.shape and v.nbytes >= at_least:
             names.append(v.name)
     option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
     listed = f"These are {first_names(names, _LISTED)}" if names else "No leaf is so large"

@@ -34,7 +34,7 @@ from ..ir.collectives import (
     shard,
     wait,
 )
-from ..ir.dependencies import grouped
+from ..ir.dependencies import grouped, read_from_outside
 from ..ir.graph import (
     Eqn,
     Graph,
@@ -260,7 +260,7 @@ def _chain(
     """The chain of these equations, in order."""
     makers = producers(eqns)
     members = set(eqns)
-    inputs = dict.fromkeys(v for e in eqns for v in e.ins if v not in makers)
+    inputs = read_from_outside(eqns)
     gathered = [v for v in inputs if v in gather_of]
     outside = tuple(v for v in inputs if v not in gather_of)
     exits: list[Exit] = []
@@ -443,7 +443,7 @@ def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
     if not groups:
         return graph
     makers = producers(graph.eqns)
-    names = Names(v.name for v in (*graph.inputs, *makers))
+    names = Names.of(graph)
     place = {e: k for k, e in enumerate(graph.eqns)}
     turn: dict[Eqn, int] = {}  # odd for chains, even for what reads their results
     dropped: set[Eqn | None] = set()

@@ -208,7 +208,7 @@ def _recompute_unsaved(graph: Graph, at_least: int | None) -> Graph:
         if root[v] is v and makers[v].demand != "save":
             values.add(v)
     for v, e in repeatable(plain).items():
-        is_large = at_least is not None and v.numel * v.dtype.itemsize >= at_least
+        is_large = at_least is not None and v.nbytes >= at_least
         if e.demand == "recompute" or (is_large and e.demand is None):
             values.add(v)
     return recompute(plain, values)

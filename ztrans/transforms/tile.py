@@ -195,7 +195,7 @@ def _peak(graph: Graph) -> int:
     changes = [0] * (len(graph.eqns) + 2)
     for v, owner in storages.owner.items():
         if v is owner:
-            size = v.numel * v.dtype.itemsize
+            size = v.nbytes
             changes[position.get(v, 0)] += size
             changes[storages.last.get(v, position.get(v, 0)) + 1] -= size
     return max(itertools.accumulate(changes))

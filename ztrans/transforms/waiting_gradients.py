@@ -65,7 +65,7 @@ def _waiting(graph: Graph, makers: Mapping[Var, Eqn], at_least: int) -> dict[Var
         if all(len(found) < 2 for found in of_inputs.values()):
             continue
         for v, found in of_inputs.items():
-            is_large = v.shape and v.numel * v.dtype.itemsize >= at_least
+            is_large = v.shape and v.nbytes >= at_least
             if len(found) == 1 and is_large and v not in returned:
                 waiting.setdefault(v, []).append(e)
     return waiting

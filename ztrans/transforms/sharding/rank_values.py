@@ -76,7 +76,7 @@ class RankValues:
         self.reduce_dtype = reduce_dtype
         self.eqns: list[Eqn] = []
         self.producers = producers(graph.eqns)
-        self.names = Names(v.name for v in (*graph.inputs, *self.producers))
+        self.names = Names.of(graph)
         self.with_layout: dict[Var, Var] = {}
         self.without_layout: dict[Var, Var] = {}
         self.paths: dict[Var, str] = {}

@@ -96,7 +96,7 @@ def _is_cheap_whole(e: Eqn, whole_values: Set[Var], layout_of: Callable[[Var], L
 
 def _whole_bytes(values: Iterable[Var]) -> int:
     """The bytes of whole values."""
-    return sum(v.numel * v.dtype.itemsize for v in values)
+    return sum(v.nbytes for v in values)
 
 
 class Walk:
