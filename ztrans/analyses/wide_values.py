@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.dependencies import depending, reachable, read_from_outside
+from ..ir.dependencies import components, depending, grouped, read_from_outside
 from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.liveness import liveness
 from ..ir.varying import varying
@@ -84,22 +84,12 @@ def _floats_of_samples(graph: Graph, eqns: Iterable[Eqn]) -> list[Var]:
 
 def _around(eqns: Sequence[Eqn], wide: Set[Var]) -> list[list[Eqn]]:
     """The equations that make or read wide values, grouped by the values that they share."""
-    touching: dict[Var, list[Eqn]] = {}
+    first_at: dict[Var, Eqn] = {}
+    pairs: list[tuple[Eqn, Eqn]] = []
     for e in eqns:
-        for v in (*e.ins, *e.results):
-            if v in wide:
-                touching.setdefault(v, []).append(e)
-    position = {e: i for i, e in enumerate(eqns)}
-    groups = []
-    grouped: set[Eqn] = set()
-    for e in eqns:
-        if e in grouped or not any(v in wide for v in (*e.ins, *e.results)):
-            continue
-        following = lambda e: [n for v in (*e.ins, *e.results) for n in touching.get(v, ())]
-        group = sorted(reachable([e], following), key=position.__getitem__)
-        grouped.update(group)
-        groups.append(group)
-    return groups
+        pairs += ((e, first_at.setdefault(v, e)) for v in (*e.ins, *e.results) if v in wide)
+    group_of = components(pairs)
+    return list(grouped((group_of[e], e) for e in eqns if e in group_of).values())
 
 
 def _closed_parts(graph: Graph, eqns: Sequence[Eqn], around: Sequence[Eqn]) -> list[list[Eqn]]:

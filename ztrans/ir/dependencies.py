@@ -48,6 +48,27 @@ def needed(eqns: Iterable[Eqn], makers: Mapping[Var, Eqn]) -> set[Eqn]:
     return set(reachable(eqns, lambda e: [makers[v] for v in e.ins if v in makers]))
 
 
+def components(pairs: Iterable[tuple[T, T]]) -> dict[T, T]:
+    """For each member of the pairs, a member that stands for all that the pairs connect (union-find).
+
+    >>> of = components([(1, 2), (3, 3), (4, 5), (5, 2)])
+    >>> of[1] == of[4], of[1] == of[3]
+    (True, False)
+    """
+    parents: dict[T, T] = {}
+
+    def root(x: T) -> T:
+        while parents[x] != x:
+            parents[x] = x = parents[parents[x]]
+        return x
+
+    for x, y in pairs:
+        parents.setdefault(x, x)
+        parents.setdefault(y, y)
+        parents[root(x)] = root(y)
+    return {x: root(x) for x in parents}
+
+
 def read_from_outside(eqns: Iterable[Eqn]) -> list[Var]:
     """The values that equations read and do not compute, in the order of their first readers."""
     eqns = list(eqns)

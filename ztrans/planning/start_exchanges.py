@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..ir.collectives import role, rules
 from ..ir.graph import Eqn, Graph
-from ..ir.rewriter import prerequisites
+from ..ir.rewriter import prerequisites, reordered
 from .cost import memory
 
 
@@ -33,15 +33,9 @@ def start_exchanges(graph: Graph) -> Graph:
 
 def _moved_up(graph: Graph, starts: list[Eqn], needs: dict[Eqn, list[Eqn]]) -> Graph:
     """The program with each of these starts right after the last equation that it needs."""
-    place = {e: k for k, e in enumerate(graph.eqns)}
-    after: dict[int, list[Eqn]] = {}
+    place = {e: (k, 0) for k, e in enumerate(graph.eqns)}
+    moved = {}
     for start in starts:
-        last = max((place[e] for e in needs[start]), default=place[start])
-        after.setdefault(last, []).append(start)
-    moving = set(starts)
-    eqns: list[Eqn] = []
-    for k, e in enumerate(graph.eqns):
-        if e not in moving:
-            eqns.append(e)
-        eqns += after.get(k, ())
-    return graph.replace(eqns=tuple(eqns))
+        last, _ = max((place[e] for e in needs[start]), default=place[start])
+        moved[start] = (last, 1)
+    return reordered(graph, (place | moved).__getitem__, needs)

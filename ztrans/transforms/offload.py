@@ -16,6 +16,7 @@ import torch
 
 from ..ir.collectives import rules
 from ..ir.copies import copy_to, is_copy, wait_for_copy
+from ..ir.dependencies import components
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute
 from ..ir.layout import LeafSharding
 from ..ir.op_facts import is_random, is_view_or_cast
@@ -202,28 +203,19 @@ def _may_move(e: Eqn) -> bool:
 
 
 def _leaf_updates(graph: Graph) -> dict[Eqn, Eqn]:
-    """For each equation of the update that may move, the representative of its set (union-find).
+    """For each equation of the update that may move, the equation that stands for its set.
 
     A set has the equations that pass values with dims to each other, so it updates one leaf.
     """
     makers = producers(graph.eqns)
-    parents: dict[Eqn, Eqn] = {}
-
-    def root(e: Eqn) -> Eqn:
-        while parents[e] is not e:
-            parents[e] = parents[parents[e]]
-            e = parents[e]
-        return e
-
+    movable: set[Eqn] = set()
+    pairs: list[tuple[Eqn, Eqn]] = []
     for e in graph.eqns:
-        if not _may_move(e):
-            continue
-        parents[e] = e
-        for v in e.ins:
-            maker = makers.get(v)
-            if v.shape and maker in parents:
-                parents[root(maker)] = root(e)
-    return {e: root(e) for e in parents}
+        if _may_move(e):
+            movable.add(e)
+            pairs.append((e, e))
+            pairs += ((makers[v], e) for v in e.ins if v.shape and makers.get(v) in movable)
+    return components(pairs)
 
 
 def _places_of_updates(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, int]:

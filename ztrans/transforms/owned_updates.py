@@ -34,7 +34,7 @@ from ..ir.collectives import (
     shard,
     wait,
 )
-from ..ir.dependencies import grouped, read_from_outside
+from ..ir.dependencies import components, grouped, read_from_outside
 from ..ir.graph import (
     Eqn,
     Graph,
@@ -220,27 +220,23 @@ def _chains(graph: Graph) -> tuple[list[Chain], list[str]]:
             wait = graph.eqns[paired.first_wait]
             gather_of[wait.out] = start, wait
 
-    # A value belongs to the chain of the first value in `leader`, of those that are connected with it.
-    leader: dict[Var, Var] = {v: v for v in gather_of}
-
-    def leader_of(v: Var) -> Var:
-        while leader[v] is not v:
-            v = leader[v]
-        return v
-
+    # An equation that reads values of chains connects these chains.
     inside: list[Eqn] = []
+    of_chains: set[Var] = set(gather_of)
+    connected: list[tuple[Var, Var]] = []
     for e in graph.eqns:
-        read = [v for v in e.ins if v in leader]
+        read = [v for v in e.ins if v in of_chains]
         if not read or any(v.layout for v in e.ins) or isinstance(e.op, Primitive):
             continue
         inside.append(e)
-        for v in (*read[1:], *e.results):
-            leader[leader_of(v) if v in leader else v] = leader_of(read[0])
+        of_chains.update(e.results)
+        connected += ((v, read[0]) for v in (*read[1:], *e.results))
+    chain_of = components(connected)
 
     found: list[Chain] = []
     notes: list[str] = []
     outputs = set(variables(graph.outputs))
-    for eqns in grouped((leader_of(e.out), e) for e in inside).values():
+    for eqns in grouped((chain_of[e.out], e) for e in inside).values():
         new = _chain(eqns, gather_of, users(graph), outputs)
         if new.problem is None:
             found.append(new)
