@@ -211,16 +211,16 @@ def _under_a_step(
 
 
 def _average(outer: Outer | None) -> Average:
-    """What parameters become that have these means over the hosts: the means, or a step of the outer optimizer."""
+    """The new parameters from their means over the hosts: the means themselves, or a step of the outer optimizer."""
 
     def average(local: LocalState, means: Tensors) -> tuple[Tensors, LocalState]:
         if outer is None:
             return means, {}
         outer_params, outer_state = _held(local, "outer"), _held(local, "momentum")
         shared = {name: outer_params[name] for name in means}
-        moved = {name: shared[name] - mean for name, mean in means.items()}
+        pseudo_gradients = {name: shared[name] - mean for name, mean in means.items()}
         old_state = {name: outer_state[name] for name in means}
-        new, new_state = _both(outer(shared, moved, old_state), means)
+        new, new_state = _both(outer(shared, pseudo_gradients, old_state), means)
         return dict(new), {
             "outer": {**outer_params, **new},
             "momentum": {**outer_state, **new_state},
@@ -354,7 +354,7 @@ def _independent_axis(step: Step) -> Axis:
 
 
 def _step_around(step: Step, around: Around, name: str) -> Step:
-    """A step with the transforms of another, whose function does something around that of the other."""
+    """A step with the same transforms, whose function is `around` the function of the step."""
     fn = step.fn
 
     @functools.wraps(fn)
@@ -368,7 +368,7 @@ def _step_around(step: Step, around: Around, name: str) -> Step:
 
 
 class _AroundLifted(ExtraInputs):
-    """What `around_step` does for a lifted step, whose extra inputs pass through."""
+    """`around_step` of a lifted step. Extra inputs are passed through."""
 
     def __init__(self, lifted: ExtraInputs, around: Around, around_step: Callable) -> None:
         functools.update_wrapper(self, around_step)

@@ -35,9 +35,8 @@ def before_update(graph: Graph) -> list:
 def tiled(loss, state, *batch, parts=3) -> tuple[Graph, Graph]:
     """The program of a step, and with all of forward and backward in parts along dim 0 of the batch."""
     graph = with_sums_of_losses(trace(step_of(loss), state, *batch).graph)
-    new = in_parts(
-        graph, [segment(graph, before_update(graph), dict.fromkeys(graph.batch, 0), parts)]
-    )
+    cuts = dict.fromkeys(graph.batch, 0)
+    new = in_parts(graph, segment(graph, before_update(graph), cuts, parts))
     check(new)
     return graph, new
 

@@ -39,28 +39,27 @@ def merged_rows(graph: Graph, eqns: Sequence[Eqn]) -> MergedRows | None:
 
     Raises: CannotCut if one of them distinguishes the two dims.
     """
-    lead = _two_dims_of_rows(eqns)
-    if lead is None:
+    dims = _two_dims_of_rows(eqns)
+    if dims is None:
         return None
     from_batch = varying(graph, ("batch",))
     merged: dict[Var, Var] = {}
     names = Names.of(graph)
     for e in eqns:
         for v in (*e.ins, *e.results):
-            if v.shape[:2] == lead and v in from_batch and v not in merged:
+            if v.shape[:2] == dims and v in from_batch and v not in merged:
                 name = names.fresh(f"{v.name}.rows")
-                shape = (1, lead[0] * lead[1], *v.shape[2:])
+                shape = (1, dims[0] * dims[1], *v.shape[2:])
                 merged[v] = dataclasses.replace(v, name=name, shape=shape)
 
     inside = set(eqns)
-    read_outside = {v for e in graph.eqns if e not in inside for v in e.ins} | set(
-        variables(graph.outputs)
-    )
+    read_outside = {v for e in graph.eqns if e not in inside for v in e.ins}
+    read_outside.update(variables(graph.outputs))
     replacements: dict[Eqn, list[Eqn]] = {}
     new_eqns = []
     bound: set[Var] = set()
     for e in eqns:
-        _check(e, lead, merged.keys())
+        _check_rows(e, dims, merged.keys())
         replacement = []
         for v in dict.fromkeys(e.ins):
             if v in merged and v not in bound:
@@ -104,7 +103,7 @@ def _with_rows(e: Eqn, merged: Mapping[Var, Var]) -> Eqn:
     return e.replace(args=tuple(args)).with_inputs(lambda v: merged.get(v, v), outs=outs)
 
 
-def _check(e: Eqn, lead: tuple[int, int], merged: Set[Var]) -> None:
+def _check_rows(e: Eqn, dims: tuple[int, int], merged: Set[Var]) -> None:
     """Raises: CannotCut unless the equation treats both dims as rows of all values that have them."""
     values = [v for v in (*e.ins, *e.outs) if v is not None]
     if e.op in _RESHAPES or not any(v in merged for v in values):
@@ -126,5 +125,6 @@ def _check(e: Eqn, lead: tuple[int, int], merged: Set[Var]) -> None:
             others.update(letters[2:])
         elif v is not None:
             others.update(letters)
-    if len(rows) != 1 or WHOLE in next(iter(rows)) or not others.isdisjoint(next(iter(rows))):
-        raise CannotCut(e, f"tells the dims of {lead[0]} and {lead[1]} rows apart")
+    letters_of_rows = rows.pop()
+    if rows or WHOLE in letters_of_rows or any(letter in others for letter in letters_of_rows):
+        raise CannotCut(e, f"tells the dims of {dims[0]} and {dims[1]} rows apart")

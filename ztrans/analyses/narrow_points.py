@@ -1,7 +1,7 @@
 """Find the narrow points of forward and backward, and the stretches of equations between them.
 
 A narrow point is a place at which only one large value passes from the earlier equations of a region to its later ones:
-the residual stream in forward, its gradient in backward. A Llama has two in each layer, behind attention and behind the
+the residual stream in forward, its gradient in backward. A Llama has two in each layer, after attention and after the
 MLP; where a layer is a checkpoint, backward has one, because it recomputes the layer as a whole.
 
     x1 = add(x0, mm(..., wo))         -- narrow: x1 passes
@@ -56,14 +56,14 @@ def stretches(graph: Graph, region: Region) -> tuple[Stretch, ...]:
 
     They have the equations that depend on the batch and on the state. Each stretch reads a leaf, or computes the
     gradient of one that the region does not read, such as an embedding. A cast of a gradient is in the stretch of that
-    gradient, right behind it, wherever autograd has put it.
+    gradient, right after it, wherever autograd has put it.
     """
     from_batch = varying(graph, ("batch",))
     from_state = depending(graph.eqns, graph.state)
     counted = {v for v in from_batch if v in from_state}
     eqns = [e for e in graph.eqns if e.region == region and any(v in counted for v in e.results)]
     gradients = _gradients_of_one_leaf(graph)
-    eqns = _at_birth(eqns, gradients)
+    eqns = _casts_after_gradients(eqns, gradients)
     counted.difference_update(gradients)
     leaves = _leaves_of_invariants(graph, from_batch)
     users_of_leaves = _users_of_leaves(eqns, leaves, gradients)
@@ -95,12 +95,12 @@ class _Passing:
 def _narrow_points(users_of_leaves: Set[int], passing: Sequence[_Passing]) -> list[_Passing]:
     """The narrow points of a region.
 
-    Between two equations that use leaves, the point is where the fewest bytes pass, and behind the last equation that
-    computes so few: behind an activation function or a cast to bf16, before views.
+    Between two equations that use leaves, the point is where the fewest bytes pass. Of several such places it is the
+    one after the last equation that computes: after an activation function or a cast to bf16, before views.
 
     Args:
         users_of_leaves: the positions of the equations that use leaves.
-        passing: what passes behind each equation.
+        passing: what passes after each equation.
     """
     points: list[_Passing] = []
     narrowest: _Passing | None = None
@@ -121,7 +121,7 @@ def _narrow_points(users_of_leaves: Set[int], passing: Sequence[_Passing]) -> li
 
 
 def _passing(graph: Graph, eqns: Sequence[Eqn], counted: Set[Var]) -> list[_Passing]:
-    """What passes behind each of the equations of a region; only `counted` values count."""
+    """What passes after each of the equations of a region; only `counted` values count."""
     root = liveness(graph).root
     made = {v for e in eqns for v in e.results if v in counted}
     last_read: dict[Var, int] = {}  # of each storage
@@ -191,19 +191,19 @@ def _gradients_of_one_leaf(graph: Graph) -> dict[Var, Var]:
     return gradients
 
 
-def _at_birth(eqns: Sequence[Eqn], gradients: Container[Var]) -> list[Eqn]:
-    """The equations with those that read only gradients of leaves right behind what they read.
+def _casts_after_gradients(eqns: Sequence[Eqn], gradients: Container[Var]) -> list[Eqn]:
+    """The equations, where those that read only gradients of leaves come right after these gradients.
 
     Autograd casts the gradients of weights that were cast before forward only at the end of backward.
     """
     makers = producers(eqns)
     position = {e: k for k, e in enumerate(eqns)}
-    behind: dict[Eqn, list[Eqn]] = {}
+    followers: dict[Eqn, list[Eqn]] = {}
     order: list[Eqn] = []
     for e in eqns:
         if e.ins and all(v in gradients and v in makers for v in e.ins):
             last = max((makers[v] for v in e.ins), key=position.__getitem__)
-            behind.setdefault(last, []).append(e)
+            followers.setdefault(last, []).append(e)
         else:
             order.append(e)
     moved: list[Eqn] = []
@@ -211,5 +211,5 @@ def _at_birth(eqns: Sequence[Eqn], gradients: Container[Var]) -> list[Eqn]:
     while stack:
         e = stack.pop()
         moved.append(e)
-        stack += reversed(behind.get(e, ()))
+        stack += reversed(followers.get(e, ()))
     return moved

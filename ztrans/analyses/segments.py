@@ -37,7 +37,7 @@ from ..ir.op_facts import CAST, is_random, is_view, op_facts, rearranges
 from ..ir.patterns import WHOLE, letters_of
 from ..ir.registered_rules import NoRule
 from ..ir.rewriter import Rewriter
-from ..ir.sharding_rules import pattern_of, rule
+from ..ir.sharding_rules import MEAN, SUM, pattern_of, rule
 
 aten = torch.ops.aten
 TILE = "tile"  # the axis in time
@@ -46,7 +46,6 @@ CONSTRUCTORS = {"empty", "full", "new_empty", "new_full", "new_zeros", "new_ones
 
 _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _LOSS_GRADIENTS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-_NONE, _MEAN, _SUM = range(3)  # their reductions, as PyTorch numbers them
 
 _Dim = tuple[Var, int]
 
@@ -91,10 +90,10 @@ class Segment:
 
 
 def with_sums_of_losses(graph: Graph) -> Graph:
-    """The program in which backward reads no sum over rows that forward computes, as far as it can be avoided.
+    """The program with sums of losses in place of means, so that backward does not wait for a sum over all rows.
 
-    The mean of a loss is a sum, divided by the number of its labels, or by the sum of their weights, which only the
-    labels determine. The gradient keeps its bits. Backward begins with a constant.
+    A mean is the sum divided by the number of labels, or by the sum of their weights. Both depend on the labels alone,
+    so they are computed first. The gradient keeps its bits. Backward begins with a constant.
 
         l, n = nll_loss_forward(x, labels, mean)               n = cast(sum(ne(labels, -100)), f32)
         g = ones_like(l)                               -->     s = nll_loss_forward(x, labels, sum); l = div(s, n)
@@ -109,7 +108,7 @@ def with_sums_of_losses(graph: Graph) -> Graph:
             new.replace(e, e.replace(op=aten.new_ones.default, args=(source, []), kwargs=kwargs))
         elif e.op in _LOSSES:
             logits, target, weight, reduction, ignored = e.args
-            if reduction == _NONE:
+            if reduction not in (MEAN, SUM):
                 continue
             loss, total_weight = e.outs
             labels = (target, ignored, e.out.dtype)
@@ -118,17 +117,17 @@ def with_sums_of_losses(graph: Graph) -> Graph:
             )
             if total_weight is not None:
                 new.alias(total_weight, count)
-            total = loss if reduction == _SUM or loss is None else new.fresh(loss, ".sum")
-            args = (logits, target, weight, _SUM, ignored)
+            total = loss if reduction == SUM or loss is None else new.fresh(loss, ".sum")
+            args = (logits, target, weight, SUM, ignored)
             eqns = [e.replace(args=args, outs=(total, None))]
             if total is not loss:
                 eqns.append(Eqn(aten.div.Tensor, (total, count), (loss,)).like(e))
             new.replace(e, *eqns)
-        elif e.op in _LOSS_GRADIENTS and e.args[4] == _MEAN:
+        elif e.op in _LOSS_GRADIENTS and e.args[4] == MEAN:
             gradient, *operands, total_weight = e.args
             share = new.fresh(gradient, ".share")
             divide = Eqn(aten.div.Tensor, (gradient, total_weight), (share,)).like(e)
-            operands[3] = _SUM
+            operands[3] = SUM
             new.replace(e, divide, e.replace(args=(share, *operands, total_weight)))
     return new.applied()
 
@@ -149,9 +148,9 @@ def _weight(
 def segment(graph: Graph, eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: int) -> Segment:
     """The segment of equations that run in parts if these values are cut.
 
-    Equations that read nothing that is cut run once, before the parts; so do those of a sum over all rows that parts
-    read, such as the number of labels, if they only make smaller values. Equations that read a sum over all parts, and
-    nothing that is cut, run once, after them.
+    Equations that read no cut value run once, before the parts. So do the equations of a sum over all rows that parts
+    read, such as the number of labels, if their results are no larger than what they read. Equations that read a sum
+    over all parts and no cut value run once, after the parts.
 
     Args:
         graph: the program.
@@ -172,11 +171,11 @@ def segment(graph: Graph, eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: i
             # The number of labels, or the statistics of an input, may be computed before the parts.
             makers = producers(eqns)
             before = needed([makers[error.total]], makers)
-            if before <= run_once or not all(map(_is_no_larger, before)):
+            if before <= run_once or not all(map(_has_small_results, before)):
                 raise CannotCut(error.eqn, error.why) from None
             run_once |= before
         else:
-            _outside(graph, s.eqns)
+            _before_and_after(graph, s.eqns)
             return s
 
 
@@ -185,14 +184,14 @@ def _segment(eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: int) -> Segmen
     dims = _cut_dims(eqns, cuts, parts)
     eqns_of_parts: list[Eqn] = []
     terms: dict[Var, str] = {}
-    own: set[Var] = set()  # of each part, such as the seed of a kernel
-    complete: set[Var] = set()  # after all parts
+    of_one_part: set[Var] = set()  # each part has its own, such as the seed of a kernel
+    complete: set[Var] = set()  # known only after all parts
     for e in eqns:
         if op_facts(e.op).name in CONSTRUCTORS:
             if e.out in dims:
                 eqns_of_parts.append(e)
             continue
-        reads_parts = any((v in dims or v in own) and v not in complete for v in e.ins)
+        reads_parts = any((v in dims or v in of_one_part) and v not in complete for v in e.ins)
         total = next((v for v in e.ins if v in complete), None)
         if total is not None:
             if reads_parts:
@@ -211,7 +210,7 @@ def _segment(eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: int) -> Segmen
                 terms[out] = placement.op
                 complete.add(out)
             else:
-                own.add(out)
+                of_one_part.add(out)
     return Segment(tuple(eqns_of_parts), parts, dims, terms)
 
 
@@ -233,18 +232,18 @@ def _results(e: Eqn, dims: Mapping[Var, int], parts: int) -> Sequence[Placement]
     return found.outs
 
 
-def _is_no_larger(e: Eqn) -> bool:
-    """Whether the results of an equation take no more memory than what it reads."""
+def _has_small_results(e: Eqn) -> bool:
+    """Whether the results of an equation are views, or have no more elements than its largest argument."""
     return is_view(e) or sum(v.numel for v in e.results) <= max((v.numel for v in e.ins), default=1)
 
 
 def _cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[Var, int]:
-    """The dim along which each value is cut, because it shares a letter of an equation's pattern with one that is cut.
+    """The dim along which each value is cut. A cut spreads to all dims with its letter in an equation's pattern.
 
     Raises: CannotCut if a value would be cut along two dims.
     """
     groups: dict[_Dim, list[list[_Dim]]] = {}
-    maker_or_reader: dict[Var, Eqn] = {}
+    named_in_error: dict[Var, Eqn] = {}
     for e in eqns:
         pattern = pattern_of(e, parts) if isinstance(e.op, torch._ops.OpOverload) else None
         if pattern is None or is_random(e):
@@ -255,7 +254,7 @@ def _cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[
         for v, letters in zip(values, (*ins, *outs)):
             if v is None:
                 continue
-            maker_or_reader.setdefault(v, e)
+            named_in_error.setdefault(v, e)
             for dim, letter in enumerate(letters):
                 if letter != WHOLE:
                     of_letter.setdefault(letter, []).append((v, dim))
@@ -266,12 +265,12 @@ def _cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[
     following = lambda place: [other for group in groups.get(place, ()) for other in group]
     for v, dim in reachable(cuts.items(), following):
         if dims.setdefault(v, dim) != dim:
-            raise CannotCut(maker_or_reader[v], f"would cut {v.name} along two dims")
+            raise CannotCut(named_in_error[v], f"would cut {v.name} along two dims")
     return dims
 
 
-def _outside(graph: Graph, eqns: Iterable[Eqn]) -> tuple[list[Eqn], list[Eqn]]:
-    """The equations between the first and the last of a segment that go before its parts, and those that go after.
+def _before_and_after(graph: Graph, eqns: Iterable[Eqn]) -> tuple[list[Eqn], list[Eqn]]:
+    """The other equations between the first and the last of a segment: those to run before its parts, and after them.
 
     Random draws and collectives keep their order.
 
@@ -302,7 +301,7 @@ def _outside(graph: Graph, eqns: Iterable[Eqn]) -> tuple[list[Eqn], list[Eqn]]:
 
 
 def _span(graph: Graph, eqns: Set[Eqn]) -> tuple[int, int]:
-    """The index of the first of these equations, and that after the last."""
+    """The indices at which these equations begin and end in the program."""
     indices = [i for i, e in enumerate(graph.eqns) if e in eqns]
     return (indices[0], indices[-1] + 1) if indices else (0, 0)
 
@@ -310,15 +309,13 @@ def _span(graph: Graph, eqns: Set[Eqn]) -> tuple[int, int]:
 # ---- the program
 
 
-def in_parts(graph: Graph, segments: Iterable[Segment]) -> Graph:
-    """The program in which each of these segments, which share no equation, runs in parts."""
-    names = Names.of(graph)
-    replaced: set[Eqn] = set()
-    for s in segments:
-        if s.parts > 1:
-            graph = _Parts(graph, s, names).program()
-            replaced.update(s.eqns)
+def in_parts(graph: Graph, segment: Segment) -> Graph:
+    """The program in which a segment runs in parts."""
+    if segment.parts == 1:
+        return graph
+    graph = _Parts(graph, segment).program()
     # An equation of backward that repeats one of these now computes a value of its own.
+    replaced = set(segment.eqns)
     eqns = tuple(e.replace(repeats=None) if e.repeats in replaced else e for e in graph.eqns)
     return graph.replace(eqns=eqns)
 
@@ -332,22 +329,22 @@ class _Parts:
         names: the names of the program.
         outputs: the results that equations outside of the parts read, or that the program returns.
         eqns: the equations so far.
-        rows: the parts of each value that is cut.
+        parts_of: the parts of each value that is cut.
         sums: the sum of the parts so far of each term that is read outside.
         widened: for each term in half precision that its readers only view and cast to fp32, these equations.
     """
 
-    def __init__(self, graph: Graph, segment: Segment, names: Names) -> None:
+    def __init__(self, graph: Graph, segment: Segment) -> None:
         self.graph = graph
         self.segment = segment
-        self.names = names
+        self.names = Names.of(graph)
         self.inside = set(segment.eqns)
         self.outputs = set(variables(graph.outputs))
         for e in graph.eqns:
             if e not in self.inside:
                 self.outputs.update(e.ins)
         self.eqns: list[Eqn] = []
-        self.rows: dict[Var, list[Var]] = {}
+        self.parts_of: dict[Var, list[Var]] = {}
         self.sums: dict[Var, Var] = {}
         self.widened = {v: _widening(graph, v) for v in segment.terms if v in self.outputs}
 
@@ -359,11 +356,11 @@ class _Parts:
             for out in e.results:
                 if out in self.sums:
                     self.complete_sum(out, e, replacements)
-                elif out in self.rows and out in self.outputs:
-                    args = (self.rows[out], self.segment.dims[out])
+                elif out in self.parts_of and out in self.outputs:
+                    args = (self.parts_of[out], self.segment.dims[out])
                     self.eqns.append(Eqn(aten.cat.default, args, (out,)).like(e))
 
-        before, after = _outside(self.graph, self.segment.eqns)
+        before, after = _before_and_after(self.graph, self.segment.eqns)
         start, end = _span(self.graph, self.inside)
         old = self.graph.eqns
         eqns: list[Eqn] = []
@@ -389,7 +386,7 @@ class _Parts:
                     if out in self.outputs:
                         self.add_term(out, result, number)
                 elif out in self.segment.dims:
-                    self.rows.setdefault(out, []).append(result)
+                    self.parts_of.setdefault(out, []).append(result)
 
     def localized(self, e: Eqn, number: int) -> Eqn:
         """The equation with the sizes of this part among its arguments."""

@@ -127,18 +127,18 @@ def differentiated_gradients(graph: Graph) -> list[Eqn]:
         return []
 
     candidates = set(chain.from_iterable(several.values()))
-    # For each result so far, the values with candidates that it depends on.
-    behind: dict[Var, frozenset[Var]] = {}
+    # For each result so far, the values whose marks it depends on.
+    depends_on: dict[Var, frozenset[Var]] = {}
     differentiated: dict[Var, Eqn] = {}
     for e in graph.eqns:
-        values = frozenset[Var]().union(*(behind[v] for v in e.ins if v in behind))
+        values = frozenset[Var]().union(*(depends_on[v] for v in e.ins if v in depends_on))
         if e in candidates:
             value = e.args[1]
             if value in values:
                 differentiated[value] = several[value][-1]
             values |= {value}
         if values:
-            behind.update(dict.fromkeys(e.results, values))
+            depends_on.update(dict.fromkeys(e.results, values))
     return list(differentiated.values())
 
 

@@ -64,12 +64,12 @@ _REDUCTIONS: Mapping[str, str | None] = {
 # Operations of one value that run on terms: f(x + y) = f(x) + f(y). Sums and products of several values run on terms
 # under further conditions, in `_on_terms`.
 _ADDITIVE = {"_to_copy", "mean", "neg", "sum"}
-# Operations along their argument `dim`, whose values have one shape, and those that need no more of the other dims.
+# Operations along their argument `dim`: each row of the other dims is computed by itself.
 _ALONG_A_DIM = {
     *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"),
     *("cumsum", "scatter", "scatter_add", "slice_backward"),
 }
-# Normalizations of rows; `input` has the rows. Their weights are whole, and the gradients of these are terms.
+# Normalizations of rows; `input` has the rows. Their weights are whole, and the gradients of weights are terms.
 _NORMS = {
     *("_fused_rms_norm", "_fused_rms_norm_backward"),
     *("native_layer_norm", "native_layer_norm_backward"),
@@ -84,7 +84,7 @@ _ATTENTION = {
     ),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
 }
-_NONE, _MEAN, _SUM = range(3)  # the reductions of a loss, as PyTorch numbers them
+MEAN, SUM = 1, 2  # the reductions of a loss, as PyTorch numbers them
 
 
 class Rule(NamedTuple):
@@ -416,9 +416,9 @@ def _nll_loss(eqn: Eqn) -> Pattern | None:
     """The losses of all samples, or their sum. A mean is no term: backward reads the weight of all samples."""
     arguments = _arguments(eqn)
     logits, target = arguments["self"], arguments["target"]
-    if arguments["reduction"] == _MEAN or len(logits.shape) == 1:
+    if arguments["reduction"] == MEAN or len(logits.shape) == 1:
         return None
-    is_sum = arguments["reduction"] == _SUM
+    is_sum = arguments["reduction"] == SUM
     names = {logits: ("n", WHOLE, "a", "b"), target: ("n", "a", "b")}
     if not is_sum and "grad_output" in arguments:
         names[arguments["grad_output"]] = names[target]

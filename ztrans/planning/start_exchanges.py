@@ -14,7 +14,7 @@ from .cost import memory
 
 
 def start_exchanges(graph: Graph) -> Graph:
-    """The program in which exchanges of the update start as early as memory allows; of several, the last ones do."""
+    """The program in which exchanges of the update start early; if memory has no room for all, the last ones do."""
     needs = prerequisites(graph)
     early = []
     for e in graph.eqns:

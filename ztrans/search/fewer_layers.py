@@ -42,7 +42,7 @@ class Layer:
 def equal_layers(graph: Graph) -> list[list[Layer]]:
     """The layers of a traced step in classes of equal ones, each in the order of forward.
 
-    The first and the last stretch of forward, such as an embedding and a head, are no layers.
+    The first and the last stretch of forward, such as an embedding and a head, are not layers.
     """
     return list(grouped(_with_structure(graph)).values())
 
@@ -92,7 +92,7 @@ def _with_structure(graph: Graph) -> Iterator[tuple[Hashable, Layer]]:
     starts = sorted(set(layer_of.values()))
     eqns_of = grouped((start, e) for e, start in layer_of.items())
     root = liveness(graph).root
-    # The first and the last one have no value before them or behind them.
+    # The first stretch has no entry, and the last one no exit.
     for start, end in itertools.pairwise(starts[1:]):
         eqns = eqns_of[start]
         entry, exit = forward[start].entry, forward[end - 1].exit
@@ -114,7 +114,7 @@ def _exits(
 ) -> dict[Var, Var]:
     """The values of a layer that other layers read, each with an input of the layer of equal type.
 
-    Empty if there is none for the value that passes the narrow point behind the layer.
+    Empty if there is none for the value that passes the narrow point after the layer.
     """
     if not entry.is_like(exit):
         return {}
@@ -141,7 +141,9 @@ def _layer_of(graph: Graph, forward: Sequence[Stretch]) -> dict[Eqn, int]:
     values of a later one, as where a checkpoint recomputes two stretches together, both are one layer.
     """
     from_batch = varying(graph, ("batch",))
-    number = _with_views_behind(graph, {e: k for k, part in enumerate(forward) for e in part.eqns})
+    number = _with_views_at_readers(
+        graph, {e: k for k, part in enumerate(forward) for e in part.eqns}
+    )
     owner = _owners(graph, forward, number)
     first = list(range(len(forward)))
     in_backward: set[Var] = set()
@@ -159,14 +161,14 @@ def _layer_of(graph: Graph, forward: Sequence[Stretch]) -> dict[Eqn, int]:
                 in_backward.add(v)
         if e.op is GRADIENT or any(v in from_batch for v in e.results):
             number[e] = k
-    number = _with_views_behind(graph, number)
+    number = _with_views_at_readers(graph, number)
     return {e: first[number[e]] for e in graph.eqns if e in number}
 
 
-def _with_views_behind(graph: Graph, number: Mapping[Eqn, int]) -> dict[Eqn, int]:
-    """The stretches of equations, where a view that only stretches behind its own read belongs to the next of these.
+def _with_views_at_readers(graph: Graph, number: Mapping[Eqn, int]) -> dict[Eqn, int]:
+    """The stretches of equations, where a view that only later stretches read belongs to the nearest of its readers.
 
-    So a narrow point has one value, and no views of it.
+    So one value passes a narrow point, and no view of it.
     """
     readers = users(graph)
     moved = dict(number)
@@ -189,7 +191,7 @@ def _with_views_behind(graph: Graph, number: Mapping[Eqn, int]) -> dict[Eqn, int
 def _owners(graph: Graph, forward: Sequence[Stretch], number: Mapping[Eqn, int]) -> dict[Var, int]:
     """The stretch that each value of forward belongs to: the one that computes it, or the only one that reads it.
 
-    What passes a narrow point belongs to the stretch behind it.
+    What passes a narrow point belongs to the stretch after it.
     """
     root = liveness(graph).root
     owner = {v: k for e, k in number.items() for v in e.results}

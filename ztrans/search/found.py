@@ -92,7 +92,7 @@ class Row:
 
 
 def _as_code(t: Transform) -> str:
-    """A transform as the call that makes it. One of the user's own has the name that it has in its text."""
+    """A transform as the call that makes it; one of the user's own as its repr."""
     text = repr(t)
     if t.mesh is not None:
         name, _, options = text.partition("(")

@@ -41,7 +41,7 @@ class Setting:
         values: (name of the knob, its value).
         transforms: all transforms of the step.
         cluster: the devices and links.
-        saves_memory: whether a value can only make a step faster that has too little memory.
+        saves_memory: whether a value only helps a step that has too little memory.
     """
 
     values: Values
@@ -53,8 +53,8 @@ class Setting:
     def micro_batches(self) -> int:
         return micro_batches_of(self.transforms)
 
-    def without_savings(self) -> Values:
-        """The values of the knobs that do more than to save memory."""
+    def speed_values(self) -> Values:
+        """The values of the knobs that do not only save memory."""
         saving = {knob.name for knob in KNOBS if knob.saves_memory}
         return tuple((name, value) for name, value in self.values if name not in saving)
 
@@ -75,7 +75,7 @@ class Knob(NamedTuple):
         values: the values to try; the first one leaves the step as it is, or is the least change.
         apply: the setting with a value; None if it has no meaning there.
         text: a value in words; empty for one that changes nothing.
-        saves_memory: whether values after the first can only help a step that has too little memory.
+        saves_memory: whether values after the first only help a step that has too little memory.
         only: all values that it takes; empty if these are numbers.
     """
 

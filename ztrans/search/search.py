@@ -58,10 +58,10 @@ from .small_steps import (
 Planned = tuple[Row, list[Lowered]]
 # Settings that may be within this share of the winner are planned too, for the table.
 LISTED = 0.02
-# Guesses that decide the order of the search only: how much longer a step may take that has no room for any of its
-# activations, as a share of its compute, where half of the room costs a quarter of that, because a plan recomputes what
-# is cheap first; and one that has more micro-batches, because its products are smaller.
+# Guesses, which decide only the order of the search. How much longer a step takes without room for any activation, as a
+# share of its compute. With half of the room it is a quarter of that, because a plan recomputes what is cheap first.
 RECOMPUTED = 0.2
+# How much longer a step with more micro-batches takes, because its products are smaller.
 SMALLER = 0.02
 
 
@@ -113,7 +113,8 @@ def search(
             micro_batches, into which the batch is cut; order, "batches" or "layers"; stage, the ZeRO stage; replicas,
             whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; tile, the tokens in a
             tile of the loss, or 0; and on_host, "nothing", "activations", "moments" or "everything".
-        seconds: of the processor, when to stop, once a setting is planned. The notes say how many were not.
+        seconds: the time of the processor after which to stop, once a setting is planned. The notes say how many
+            settings were not planned.
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.
 
@@ -189,7 +190,7 @@ class _Plans:
         rows: the samples of the batch of a rank.
         whole, small: the traced step and its small programs, by the number of micro-batches.
         kept: the small programs with memory for everything, by their transforms and cluster.
-        bounds: the bound, what sets it and the bytes of the state, by the values that do more than to save memory.
+        bounds: the bound, what sets it and the bytes of the state, by the setting's `speed_values`.
         fastest: the seconds with memory for everything, by the same values.
         expected: the seconds that a step may take which does not save memory, by the same values.
         missing: the share of the activations for which the first such step has no room, by the number of micro-batches
@@ -224,7 +225,7 @@ class _Plans:
         With less memory a step is not faster than with memory for everything; with more micro-batches it has smaller
         products, and sends no fewer bytes.
         """
-        values = c.setting.without_savings()
+        values = c.setting.speed_values()
         larger = [self.bounds[v][0] for v in _with_fewer_micro_batches(values) if v in self.bounds]
         c.least = max(c.least, self.fastest.get(values, 0.0), *larger, 0.0)
         missing = self.missing.get((c.setting.micro_batches, c.setting.saves_memory), 0.0)
@@ -247,7 +248,7 @@ class _Plans:
             self.whole[setting.micro_batches] = traced
             self.small[setting.micro_batches] = small_steps(traced)
         small = self.small[setting.micro_batches]
-        key = setting.without_savings()
+        key = setting.speed_values()
         if key not in self.bounds:
             self.bounds[key] = least_seconds(small, setting.transforms, setting.cluster)
         c.bound, c.binds, state = self.bounds[key]
@@ -269,7 +270,7 @@ class _Plans:
         lowered, figures = self.kept[key]
         c.is_kept = True
         if not setting.saves_memory:
-            self.fastest[setting.without_savings()] = figures.seconds
+            self.fastest[setting.speed_values()] = figures.seconds
         limit = self.limit(setting)
         if limit is None or figures.peak <= limit:
             return self.row(c, figures), lowered
@@ -279,7 +280,7 @@ class _Plans:
         c.expected = c.least + RECOMPUTED * missing**2 * c.bound
         self.missing.setdefault((setting.micro_batches, setting.saves_memory), missing)
         if not setting.saves_memory:
-            self.expected[setting.without_savings()] = c.expected
+            self.expected[setting.speed_values()] = c.expected
         return None
 
     def within_limit(self, c: _Candidate) -> Planned:

@@ -26,8 +26,8 @@ from .knobs import without_savings
 
 # The layers of each kind in the smallest program, and how many more the others have.
 FEWEST, MORE = 2, 2
-# Kinds of layers whose numbers differ by at most this are cut together: attention and MLPs, of which the first or the
-# last one may differ from the others.
+# Kinds of layers whose counts differ by at most this are cut together, such as attention and MLPs: the first or last of
+# a kind may differ from the others.
 ALIKE = 2
 _UNLIMITED = 1 << 60  # bytes
 
@@ -119,7 +119,7 @@ def figures(lowered: Lowered) -> Figures:
     return Figures(seconds, used.peak, used.host_peak, cost(lowered.graph).wire_bytes)
 
 
-# ---- from the cheapest figure to the dearest
+# ---- figures, the cheapest first
 
 
 def least_seconds(
@@ -210,6 +210,7 @@ def everything_kept(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
     for t in transforms:
         if isinstance(t, Offload) and t.where is not None:
             kept.append(dataclasses.replace(t, memory=None))
+        # Any limit: `remat(memory=...)` is dropped whatever its limit is.
         elif t.within(1) != planned_remat.within(1) and not isinstance(t, Offload):
             kept.append(t)
     return tuple(kept)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
 
 import torch
 
@@ -85,9 +84,9 @@ def _places_in_stretches(graph: Graph) -> tuple[dict[Var, _Place], set[int]]:
 def _stretches_with_losses(graph: Graph) -> list[list[Stretch]]:
     """The stretches of a program in order, with all those around a loss as one.
 
-    They are the last one of forward, the first one of backward, and those beside them that read no other leaves, such
-    as the parts of a loss that is computed in parts, or multiply no matrices, such as the last norm. So what they keep
-    for backward is kept for one micro-batch only.
+    They are the last one of forward, the first one of backward, and their neighbours that read no other leaves, such as
+    the parts of a loss in parts, or that multiply no matrices, such as the last norm. What they keep for backward is
+    then kept for one micro-batch only.
     """
     position = {e: i for i, e in enumerate(graph.eqns)}
     parts = [part for region in _REGIONS for part in stretches(graph, region) if part.eqns]
@@ -117,9 +116,9 @@ def _belongs_to_loss(part: Stretch, leaves: Set[Var]) -> bool:
 def _places(marked: Graph, in_stretches: Mapping[Var, _Place]) -> dict[Eqn, _Place]:
     """The place of each equation of a program with marks.
 
-    A term is added as soon as it is computed, and rows are joined. What is in no stretch, such as a cast of a weight,
-    stands before its first reader in one. What no stretch reads stands behind what it reads if each micro-batch has its
-    own, such as an accuracy, and else at the end.
+    Sums and joins stand where their terms are computed. An equation in no stretch, such as a cast of a weight, stands
+    before its first reader in a stretch. If no stretch reads it, it stands after what it reads if it runs in each
+    micro-batch, as an accuracy does, and otherwise at the end.
     """
     places: dict[Eqn, _Place] = {}
     first_read: dict[Var, _Place] = {}
@@ -158,9 +157,10 @@ class _Copies:
         self.marked = marked
         self.changing = changing(marked)
         self.whole_inputs: dict[Var, Var] = {}
-        for v in filter(lambda v: is_cut(marked, v), marked.inputs):
-            rows = v.shape[0] * marked.micro
-            self.whole_inputs[v] = dataclasses.replace(v, shape=(rows, *v.shape[1:]))
+        for v in marked.inputs:
+            if is_cut(marked, v):
+                rows = v.shape[0] * marked.micro
+                self.whole_inputs[v] = dataclasses.replace(v, shape=(rows, *v.shape[1:]))
 
         computed = [v for e in marked.eqns for v in e.results]
         self.names = Names.of(marked)
@@ -189,9 +189,10 @@ class _Copies:
 
     def of(self, e: Eqn) -> Iterator[tuple[int, Eqn]]:
         """The equations that take the place of `e`, each with its micro-batch."""
-        of_mark: dict[Any, Callable] = {ACCUMULATE: self._sums, JOIN: self._joined}
-        if e.op in of_mark:
-            yield from of_mark[e.op](e)
+        if e.op is ACCUMULATE:
+            yield from self._sums(e)
+        elif e.op is JOIN:
+            yield _ONCE, e.replace(op=aten.cat.default, args=(self._all_values(e.args[0]),))
         elif not any(v in self.changing for v in e.results):
             yield _ONCE, e.with_inputs(self._own_value(-1))  # of a mark, what a gradient is for
         else:
@@ -219,9 +220,6 @@ class _Copies:
             out = e.out if micro == len(terms) - 1 else self._copy(e.out, micro)
             yield micro, e.replace(op=aten.add.Tensor, args=(total, term), outs=(out,))
             total = out
-
-    def _joined(self, e: Eqn) -> Iterator[tuple[int, Eqn]]:
-        yield _ONCE, e.replace(op=aten.cat.default, args=(self._all_values(e.args[0]),))
 
     def program(self, eqns: tuple[Eqn, ...]) -> Graph:
         """The program of all micro-batches, with these equations."""

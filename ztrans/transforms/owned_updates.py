@@ -1,4 +1,4 @@
-"""Let each rank compute the updates of some matrices, where every rank computes those of all.
+"""Let each rank compute the updates of some matrices instead of all.
 
 Optimizers such as Muon, SOAP and Shampoo multiply whole matrices. `shard_params` gathers these, and each rank repeats
 the same products. Here N matrices of one shape form a group, and each of N ranks owns one of them:
@@ -74,9 +74,9 @@ def owned_updates() -> Transform:
 
     A group is made of matrices whose gradients are complete at about the same time. Its exchange starts as soon as they
     are, with `overlap_grads` during backward. The last group of a shape may have fewer matrices than there are ranks;
-    ranks that are left over repeat the last one. A matrix that no other one is like is updated on every rank, as
-    without the transform. So is an update that one rank cannot compute for all, such as one with collectives of its
-    own. `Lowered.summary()` has a note on each of both, with its line.
+    ranks that are left over repeat the last one. A matrix without an equal one is updated on every rank, as
+    without the transform. So is one whose update has collectives of its own. `Lowered.summary()` has a note on each,
+    with its line.
 
     Rewrites:
         x = wait(all_gather([x1]))               v = wait(all_to_all([stack([x1, ..., xN])]))
@@ -108,8 +108,8 @@ class _OwnedUpdates(Transform):
         for members in grouped((each.structure, each) for each in found).values():
             ranks = graph.axes[members[0].axis]
             groups += [members[k : k + ranks] for k in range(0, len(members), ranks)]
-        for alone in [group[0] for group in groups if len(group) == 1]:
-            problems.append(alone.note("there is no other one like it left for the other ranks"))
+        for single in [group[0] for group in groups if len(group) == 1]:
+            problems.append(single.note("there is no other one like it left for the other ranks"))
         groups = [group for group in groups if len(group) > 1]
         groups.sort(key=lambda group: (group[-1].depth, group[-1].ready))
         return _with_owners(graph, groups).with_hints(
@@ -149,7 +149,7 @@ class Exit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Equations of the update that run on whole values, and that gathered values connect.
+    """Equations of the update that run on whole values and are connected by gathered values.
 
     Attributes:
         gathers: the gathers of values that they read, each with its wait.
@@ -272,7 +272,7 @@ def _chain(
 
 
 def _before_widening(v: Var, makers: Mapping[Var, Eqn]) -> tuple[Var, tuple[Eqn, ...]]:
-    """The value of which `v` is a cast to more bytes, and the casts: that value is sent back in place of `v`."""
+    """The value before the widening casts that end in `v`, which is sent back in place of `v`, and these casts."""
     casts: list[Eqn] = []
     while v in makers and makers[v].op is CAST:
         cast = makers[v]
@@ -433,8 +433,8 @@ class _Exchange:
 def _with_owners(graph: Graph, groups: Sequence[Sequence[Chain]]) -> Graph:
     """The program in which the ranks own the chains of each group.
 
-    In the update, what no chain computes comes first. Then come the chains of one group after the other. The results of
-    a group are waited for after the chains of the next one, behind which they are sent.
+    In the update, equations of no chain come first, then the chains, group by group. The program waits for the results
+    of a group after the chains of the next group, which hide the message.
     """
     if not groups:
         return graph

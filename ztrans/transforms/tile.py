@@ -159,13 +159,13 @@ def _tiled(graph: Graph, part: WidePart, count: int) -> Graph:
     makers = producers(graph.eqns)
     eqns = tuple(makers[e.out] for e in part.eqns)
     try:
-        return in_parts(graph, [_along_a_dim(graph, eqns, part.entry, count)])
+        return in_parts(graph, _along_a_dim(graph, eqns, part.entry, count))
     except CannotCut:
         merged = merged_rows(graph, eqns)
         if merged is None:
             raise
     entry = merged.rows_of.get(part.entry, part.entry)
-    return in_parts(merged.graph, [_along_a_dim(merged.graph, merged.eqns, entry, count)])
+    return in_parts(merged.graph, _along_a_dim(merged.graph, merged.eqns, entry, count))
 
 
 def _along_a_dim(graph: Graph, eqns: Sequence[Eqn], entry: Var, count: int) -> Segment:

@@ -17,13 +17,12 @@ from ..ir.graph import Eqn, Graph, Var, variables
 from ..ir.op_facts import CAST
 from ..ir.rewriter import Rewriter
 
-Gradients = frozenset[
-    Var
-]  # the gradients that a value of the update depends on; two stand for more
+# The gradients that a value of the update depends on; two stand for more.
+Gradients = frozenset[Var]
 
 
 def gradients_on_host(graph: Graph, at_least: int) -> Graph:
-    """Copy each value of at least so many bytes that waits for other gradients to the host, and back for its update."""
+    """The program in which values of `at_least` bytes that wait for other gradients do so on the host."""
     new = Rewriter(graph)
     for v, readers in _waiting(graph, new.makers, at_least).items():
         cast = new.makers[v]
@@ -39,8 +38,8 @@ def gradients_on_host(graph: Graph, at_least: int) -> Graph:
         eqns = [returns, wait_for_copy(returns.out).like(returns)]
         if sent is not v:
             widened = new.fresh(v, ".again")
-            again = cast.replace(args=(eqns[-1].out,), outs=(widened,), hint=None)
-            eqns.append(again.like(returns))
+            cast_again = cast.replace(args=(eqns[-1].out,), outs=(widened,), hint=None)
+            eqns.append(cast_again.like(returns))
         new.insert_before(readers[0], *eqns)
         new.replace_reads(readers, v, eqns[-1].out)
     return new.applied()
