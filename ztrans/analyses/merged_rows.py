@@ -126,5 +126,5 @@ def _check_rows(e: Eqn, dims: tuple[int, int], merged: Set[Var]) -> None:
         elif v is not None:
             others.update(letters)
     letters_of_rows = rows.pop()
-    if rows or WHOLE in letters_of_rows or any(letter in others for letter in letters_of_rows):
+    if rows or WHOLE in letters_of_rows or others.intersection(letters_of_rows):
         raise CannotCut(e, f"tells the dims of {dims[0]} and {dims[1]} rows apart")
