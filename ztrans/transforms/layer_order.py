@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
 
 import torch
 
@@ -189,10 +190,9 @@ class _Copies:
 
     def of(self, e: Eqn) -> Iterator[tuple[int, Eqn]]:
         """The equations that take the place of `e`, each with its micro-batch."""
-        if e.op is ACCUMULATE:
-            yield from self._sums(e)
-        elif e.op is JOIN:
-            yield _ONCE, e.replace(op=aten.cat.default, args=(self._all_values(e.args[0]),))
+        of_mark: dict[Any, Callable] = {ACCUMULATE: self._sums, JOIN: self._joined}
+        if e.op in of_mark:
+            yield from of_mark[e.op](e)
         elif not any(v in self.changing for v in e.results):
             yield _ONCE, e.with_inputs(self._own_value(-1))  # of a mark, what a gradient is for
         else:
@@ -220,6 +220,9 @@ class _Copies:
             out = e.out if micro == len(terms) - 1 else self._copy(e.out, micro)
             yield micro, e.replace(op=aten.add.Tensor, args=(total, term), outs=(out,))
             total = out
+
+    def _joined(self, e: Eqn) -> Iterator[tuple[int, Eqn]]:
+        yield _ONCE, e.replace(op=aten.cat.default, args=(self._all_values(e.args[0]),))
 
     def program(self, eqns: tuple[Eqn, ...]) -> Graph:
         """The program of all micro-batches, with these equations."""
