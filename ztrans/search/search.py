@@ -105,8 +105,8 @@ def search(
 
     Args:
         step: a step; over several ranks, one with `shard_params(mesh)`. Its `accumulate` is left out, and its other
-            transforms stay;
-            `overlap_grads`, `prefetch`, `fuse_cast_gather` and `remat(memory="auto")` are added where they are missing.
+            transforms stay; `overlap_grads`, `prefetch`, `fuse_cast_gather` and `remat(memory="auto")` are added where
+            they are missing.
         state, batch: the arguments of a call on one rank. Meta tensors are enough.
         cluster: the devices and links, by default H100s on InfiniBand.
         knobs: the values to try of some knobs, in place of all: {"stage": (3,), "micro_batches": (1, 2)}. There are
