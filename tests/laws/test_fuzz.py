@@ -59,7 +59,10 @@ def test_every_kind_of_part_comes_up():
     assert {dict(case.options.shard)["stage"] for case in cases} == {0, 1, 2, 3}
     assert len({case.options.reduce_dtype for case in cases}) == 4
     used = {t.name for case in cases for t in (*case.options.before, *case.options.after)}
-    assert used == {"remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"}
+    assert used == {
+        *("remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"),
+        *("offload", "owned_updates"),
+    }
     assert any(case.options.prefetch and case.options.budget for case in cases)
     every = set().union(*map(pairs, cases))
     covered = set().union(*(pairs(Case.of(seed)) for seed in SEEDS))
