@@ -271,6 +271,19 @@ def test_options():
             zt.tile(**options)
 
 
+def test_as_many_tokens_as_the_model_is_wide():
+    """Logits have the shape of the head then."""
+
+    def loss(params, x, target):
+        return F.cross_entropy(x @ params["bias"] @ params["head"], target)
+
+    state = {"head": state_of()["table"].t().contiguous(), "bias": torch.eye(WIDTH)}
+    batch = torch.randn(WIDTH, WIDTH), torch.randint(VOCAB, (WIDTH,))
+    lowered = lower(step_of(loss), state, batch, zt.tile(parts=4))
+    assert not lowered.graph.hints.notes
+    assert (WIDTH // 4, VOCAB) in {v.shape for e in lowered.graph.eqns for v in e.results}
+
+
 def test_more_tiles_than_tokens():
     """A plan that chooses does not try them."""
 

@@ -17,6 +17,7 @@ from ..ir.cached_analysis import cached_on_graph
 from ..ir.dependencies import components, depending, grouped, read_from_outside
 from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.liveness import liveness
+from ..ir.op_facts import is_matmul
 from ..ir.varying import varying
 
 # How many times as many elements a wide value has. An MLP has 2.7 (Llama) to 4 times those of its argument; the
@@ -72,14 +73,35 @@ def wide_parts(graph: Graph) -> tuple[WidePart, ...]:
 
 
 def _floats_of_samples(graph: Graph, eqns: Iterable[Eqn]) -> list[Var]:
-    """The floats that these equations compute, but for scalars, and those with the shape of a leaf."""
-    shapes_of_leaves = {shape for v in graph.state for shape in (v.shape, v.shape[::-1])}
+    """The floats that these equations compute, but for scalars and gradients of leaves."""
+    gradients = _gradients_of_leaves(graph)
     values = []
     for e in eqns:
         for v in e.results:
-            if v.dtype.is_floating_point and v.shape and v.shape not in shapes_of_leaves:
+            if v.dtype.is_floating_point and v.shape and v not in gradients:
                 values.append(v)
     return values
+
+
+def _gradients_of_leaves(graph: Graph) -> set[Var]:
+    """The values with the shape of a leaf that only the update reads, also by views, casts and sums.
+
+    The shape alone does not tell: the logits of 4,096 tokens have that of the head of a model whose width is 4,096.
+    """
+    shapes_of_leaves = {shape for v in graph.state for shape in (v.shape, v.shape[::-1])}
+    readers = users(graph)
+    gradients: set[Var] = set()
+
+    def is_on_the_way(reader: Eqn) -> bool:
+        return reader.region == "update" or (
+            not is_matmul(reader) and gradients.issuperset(reader.results)
+        )
+
+    for e in reversed(graph.eqns):
+        for v in e.results:
+            if v.shape in shapes_of_leaves and all(map(is_on_the_way, readers.get(v, ()))):
+                gradients.add(v)
+    return gradients
 
 
 def _around(eqns: Sequence[Eqn], wide: Set[Var]) -> list[list[Eqn]]:
