@@ -153,7 +153,7 @@ def report(losses: dict[str, list[float]], steps: int) -> str:
         f"{CONFIG.sequence} tokens on each of two hosts, AdamW with a rate that falls from {LR} to 0. All begin with "
         f"the same {WARM} steps of data parallelism, as DiLoCo begins from a model that is trained already; then local "
         f"steps average in every {H}th step. The loss is that of the shared parameters on text that no batch is drawn "
-        f"from. Local steps depend on this protocol: in a run of 2026-11-30 with a constant rate from the first step on, "
+        f"from. Local steps depend on this protocol: in a run of 2026-11-30 with a constant rate from the first step, "
         f"LocalSGD ended 1.95% above data parallelism, and DiLoCo with an outer momentum of 0.9 4.31%.",
         "",
         "| parameters are | validation loss | beside data parallelism |",
