@@ -75,8 +75,8 @@ def table(
     digests: dict[str, list[Tensor]] = {}
     subjects = (
         ("on the GPU", ()),
-        ("on the host", (zt.offload(where=MOMENTS),)),
-        ("on the host, across steps", (zt.offload(where=MOMENTS, across_steps=True),)),
+        ("on the host", (zt.offload(where=MOMENTS, at_least=0),)),
+        ("on the host, across steps", (zt.offload(where=MOMENTS, at_least=0, across_steps=True),)),
     )
     for name, transforms in subjects:
         if left() < 10:

@@ -105,7 +105,9 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
 def room_for_copies(graph: Graph) -> int:
     """The bytes that a plan leaves for leaves on their way to the device, which it does not place."""
     size = local_bytes(graph)
-    arriving = [e.out for e in graph.eqns if is_copy(e) and e.ins[0].memory != "device"]
+    leaves = set(graph.state)
+    # A plan knows of values of forward that come back from the host: they count where they are read.
+    arriving = [e.out for e in graph.eqns if is_copy(e) and e.ins[0] in leaves]
     return _AHEAD * max((size(v) for v in arriving if v.memory == "device"), default=0)
 
 
