@@ -153,6 +153,9 @@ def test_a_branch_of_cond_and_a_checkpoint_run_as_python(capsys):
     one = torch.ones(2)
     torch.testing.assert_close(state, 1 - one.sin().exp() * one.cos())
     assert capsys.readouterr().out == "taken\n" and not output.requires_grad
+    # Outside of the context PyTorch can still compile a branch.
+    sine = torch.cond(one.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (one,))
+    torch.testing.assert_close(sine, one.sin())
 
 
 def test_leaves_on_different_axes_are_refused_by_name():
