@@ -175,8 +175,8 @@ def run_eagerly(
             fn.before_run()
         batch = [x for x in pytree.tree_leaves(seen.batch) if isinstance(x, torch.Tensor)]
         marks = EagerMarks(batch, ranks.reduce, ranks.of_first_rank)
-        # What the function compiles runs as Python too. Below these modes Dynamo would skip the wrapper of `torch.cond`,
-        # and never compile it again in this process.
+        # What the function compiles runs as Python too. Below these modes Dynamo skips the wrapper of `torch.cond`,
+        # and never compiles it again in this process.
         as_python = torch.compiler.set_stance("force_eager")
         # In one thread, so that all ranks reduce in the same order.
         with as_python, torch.autograd.set_multithreading_enabled(False), marks, EagerFunctions():
