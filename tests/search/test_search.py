@@ -199,6 +199,8 @@ def test_errors_say_what_to_write():
     ]:
         with pytest.raises(ValueError, match=text):
             zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, knobs=knobs)
+    with pytest.raises(ValueError, match="seconds='1m'; it is a number of seconds above 0"):
+        zt.search(STEP, state_of(), TOKENS, cluster=ROOMY, seconds="1m")
     with pytest.raises(
         ValueError, match=r"1 of 1 settings: more than the memory.*\nTake more ranks"
     ):

@@ -118,7 +118,8 @@ def search(
 
     Returns: The planned steps, the fastest first: `found[0].step`, and `found.code()` as text.
 
-    Raises: ValueError if a knob or a value of one is unknown, or no setting fits the memory.
+    Raises: ValueError if a knob or a value of one is unknown, if `seconds` is no number above 0, or if no setting fits
+        the memory.
 
     >>> import torch
     >>> import ztrans as zt
@@ -127,6 +128,8 @@ def search(
     >>> found[0].layers
     'all'
     """
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"search: {seconds=}; it is a number of seconds above 0.")
     deadline = time.process_time() + seconds
     started = Step.of(step)
     plain = Step(started.fn, tuple(t for t in started.transforms if t.micro_batches == 1))
