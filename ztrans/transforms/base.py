@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Which leaves of the state: a pattern for `fnmatch` of their paths, or a function of the path and a meta tensor.
+Where = str | Callable[[str, torch.Tensor], bool]
 
 
 @dataclass(frozen=True, repr=False)
@@ -344,12 +347,33 @@ def sharding_of(transforms: Sequence[Transform], path: str, value: object) -> Le
 
 def program_shardings(graph: Graph, transforms: Iterable[Transform]) -> dict[Var, LeafSharding]:
     """How each leaf of the state of a program lies on the mesh with these transforms."""
-    whole_shapes = graph.leaf_shapes or [v.shape for v in graph.state]
     shardings = {}
-    for v, shape in zip(graph.state, whole_shapes):
-        leaf = torch.empty(shape, dtype=v.dtype, device="meta")
+    for v, leaf in _meta_leaves(graph):
         shardings[v] = leaf_sharding(transforms, v.name, leaf, v.shape)
     return shardings
+
+
+def _meta_leaves(graph: Graph) -> list[tuple[Var, torch.Tensor]]:
+    """The leaves of the state of a program, each with a meta tensor that has its shape before the step divides it."""
+    shapes = graph.leaf_shapes or [v.shape for v in graph.state]
+    leaves = []
+    for v, shape in zip(graph.state, shapes):
+        leaves.append((v, torch.empty(shape, dtype=v.dtype, device="meta")))
+    return leaves
+
+
+def chosen_leaves(graph: Graph, where: Where) -> list[Var]:
+    """The leaves of the state of a program that an option `where` chooses."""
+    return [v for v, leaf in _meta_leaves(graph) if matches(where, v.name, leaf)]
+
+
+def matches(where: Where, path: str, leaf: torch.Tensor) -> bool:
+    """Whether an option `where` chooses a leaf of the state.
+
+    >>> matches("*.weight", "params.fc1.weight", torch.empty(4, 2))
+    True
+    """
+    return fnmatchcase(path, where) if isinstance(where, str) else where(path, leaf)
 
 
 def all_axes(transforms: Iterable[Transform], shardings: Iterable[LeafSharding]) -> tuple[str, ...]:
@@ -396,6 +420,18 @@ def byte_count(option: str, value: Any, least: int, *choices: object) -> Any:
         value = int(value)
     check_number(option, value, "a number of bytes", least, *choices)
     return value
+
+
+def check_where(name: str, where: object, example: str) -> None:
+    """Check the option `where` of the transform `name`, a pattern such as `example` or a function.
+
+    Raises: TypeError if it is neither.
+    """
+    if not isinstance(where, str) and not callable(where):
+        raise TypeError(
+            f"{name}: where={where!r}; it is a pattern of paths, such as {example!r}, or a function "
+            f"where(path, leaf) that returns a bool."
+        )
 
 
 def no_step(fn: object) -> TypeError:

@@ -6,9 +6,8 @@ The transform itself moves leaves of the state. For values of forward it writes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -23,11 +22,18 @@ from ..ir.op_facts import is_random, is_view_or_cast
 from ..ir.printer import first_names, format_bytes
 from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..rewrites.erase import erase_marks, erase_trivial
-from .base import Transform, byte_count, constructor, program_shardings
+from .base import (
+    Transform,
+    Where,
+    byte_count,
+    check_where,
+    constructor,
+    matches,
+    program_shardings,
+)
 from .sharding.rank_values import Phase, next_phase
 from .waiting_gradients import gradients_on_host
 
-Where = str | Callable[[str, torch.Tensor], bool]
 _LISTED = 8  # leaves that an error lists
 _UPDATE: Phase = (0, "update")  # all equations of the update, and the end of the program
 
@@ -101,11 +107,8 @@ def offload(
                 f"Pass where='optimizer.*.exp_avg*', or leave out {option}."
             )
     limit = byte_count("offload: memory", memory, 1, "auto") if memory is not None else None
-    if where is not None and not isinstance(where, str) and not callable(where):
-        raise TypeError(
-            f"offload: where={where!r}; it is a pattern of paths, such as 'optimizer.*.exp_avg*', or a function "
-            f"where(path, leaf) that returns a bool."
-        )
+    if where is not None:
+        check_where("offload", where, "optimizer.*.exp_avg*")
     least = byte_count("offload: at_least", at_least, 0)
     return Offload(where, limit, gradients, across_steps, least)
 
@@ -133,10 +136,7 @@ class Offload(Transform):
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
         if not leaf.shape or self.where is None or leaf.nbytes < self.at_least:
             return LeafSharding()
-        matches = (
-            fnmatchcase(path, self.where) if isinstance(self.where, str) else self.where(path, leaf)
-        )
-        return LeafSharding(memory="host" if matches else "device")
+        return LeafSharding(memory="host" if matches(self.where, path, leaf) else "device")
 
     def rewrite(self, graph: Graph) -> Graph:
         if self.memory is not None:
