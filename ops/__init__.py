@@ -9,9 +9,12 @@ from . import fused_adamw  # registers its operations
 from .all_gather import all_gather
 from .barrier import barrier
 from .cast_pack import cast_pack
+from .decode import decode, decode_unpack
+from .encode import encode, encode_pack
 from .marks import EVERY_AXIS, global_mean, gradient, pmax, pmean, pmin, psum, pvary
 from .reduce import HALF, mean, reduce
 from .reduce_scatter import reduce_scatter
+from .sum_coded import sum_coded
 from .sum_terms import sum_terms
 from .symmetric import Symmetric
 from .tables import filled_after_capture

@@ -61,6 +61,24 @@ def sum_terms(device):
     return T.sum_terms.default, (terms, outs, [3, 4], "mean", 2), {}
 
 
+def encode(device):
+    parts = [torch.randn(5, device=device), torch.randn(2, 3, device=device)]
+    out = torch.zeros(2, 16, dtype=torch.uint8, device=device)
+    return T.encode.default, (parts, [3, 4], 2, 8, 4, "int", out), {}
+
+
+def decode(device):
+    outs = [torch.zeros(5, device=device), torch.zeros(8, device=device)]
+    buffer = torch.zeros(2, 16, dtype=torch.uint8, device=device)
+    return T.decode.default, (buffer, [3, 4], 8, 4, "fp8", outs), {}
+
+
+def sum_coded(device):
+    outs = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
+    terms = [torch.zeros(12, dtype=torch.uint8, device=device) for _ in range(2)]
+    return T.sum_coded.default, (terms, outs, [3, 4], "mean", 2, 4, 4, "int"), {}
+
+
 def fused_adamw(device):
     return (
         T.fused_adamw_.default,
@@ -90,7 +108,7 @@ def tables(device):
 
 SAMPLES = [
     *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
-    fused_adamw,
+    *(encode, decode, sum_coded, fused_adamw),
 ]
 
 
@@ -210,6 +228,7 @@ def test_a_value_gathered_alone_is_a_view():
 X, META = torch.ones(4), torch.ones(4, device="meta")
 ONE = torch.ones(())
 BF16 = torch.bfloat16
+BYTES = torch.zeros(8, dtype=torch.uint8)
 WRONG = {
     "no parts": (lambda: ops.cast_pack([], [], BF16), "no parts"),
     "sizes": (lambda: ops.cast_pack([X], [4, 4], BF16), "1 parts, but 2 sizes"),
@@ -286,6 +305,66 @@ WRONG = {
     "sum outs": (
         lambda: ops.sum_terms(X.view(2, 2), [X[:1], X[:1].half()], [1, 1], "sum", 2),
         "out 1 must be contiguous, torch.float32",
+    ),
+    "no coded parts": (lambda: ops.encode_pack([], [], 8, 4), "encode: no parts"),
+    "code": (
+        lambda: ops.encode(X.view(2, 2), 4, 4, "fp8"),
+        "encode: no codes of 4 bits and kind 'fp8'",
+    ),
+    "block": (lambda: ops.encode(X.view(2, 2), 8, 3), "encode: a block must be even, got 3"),
+    "coded sizes": (lambda: ops.encode_pack([X], [4, 4], 8, 4), "1 parts, but 2 sizes"),
+    "coded dtype": (
+        lambda: ops.encode_pack([X.long()], [4], 8, 4),
+        "part 0 is torch.int64; codes are of fp32",
+    ),
+    "coded size": (
+        lambda: ops.encode_pack([X], [3], 8, 4),
+        "part 0 has 4 elements, room is for 1 times 3",
+    ),
+    "coded out": (
+        lambda: ops.encode(X.view(2, 2), 8, 4, out=X.byte()),
+        r"the buffer must be uint8\[2, 8\] with contiguous rows, not uint8\[4\]",
+    ),
+    "coded devices": (
+        lambda: T.encode([META], [4], 1, 8, 4, "int", torch.zeros(1, 8, dtype=torch.uint8)),
+        "one device, got meta and cpu",
+    ),
+    "codes": (
+        lambda: ops.decode(X.byte().view(1, 4), 4, BF16, 8, 4),
+        r"decode: the buffer must be uint8\[1, 8\]",
+    ),
+    "decoded dtype": (
+        lambda: ops.decode(BYTES.view(1, 8), 4, torch.int64, 8, 4),
+        "decode: torch.int64 is not fp32, bf16 or fp16",
+    ),
+    "decoded out": (
+        lambda: ops.decode(BYTES.view(1, 8), 4, BF16, 8, 4, out=X),
+        "decode: out is torch.float32, not torch.bfloat16",
+    ),
+    "decoded values": (
+        lambda: T.decode(BYTES.view(1, 8), [], 8, 4, "int", [X]),
+        "0 sizes, but 1 values",
+    ),
+    "decoded shape": (
+        lambda: T.decode(BYTES.view(1, 8), [3], 8, 4, "int", [X]),
+        "value 0 has 4 elements, the buffer 1 times 3",
+    ),
+    "coded sum": (lambda: ops.sum_coded([BYTES], [X], [4], "max", 1, 8, 4), "use sum or mean"),
+    "coded terms": (
+        lambda: ops.sum_coded([], [X], [4], "sum", 1, 8, 4),
+        "0 terms, 1 outs, 1 sizes",
+    ),
+    "coded row": (
+        lambda: ops.sum_coded([BYTES[:4]], [X], [4], "sum", 1, 8, 4),
+        r"sum_coded: the buffer must be uint8\[1, 8\]",
+    ),
+    "coded sum size": (
+        lambda: ops.sum_coded([BYTES], [X], [3], "sum", 1, 8, 4),
+        "out 0 has 4 elements, room is for 3",
+    ),
+    "coded sum dtype": (
+        lambda: ops.sum_coded([BYTES], [X.long()], [4], "sum", 1, 8, 4),
+        "sum_coded: torch.int64 is not fp32, bf16 or fp16",
     ),
     "moments": (
         lambda: T.fused_adamw([X], [X], [], [X], [ONE], **ADAM, lr=ONE),

@@ -1,0 +1,132 @@
+"""decode_unpack(buffer, sizes, shapes, dtype, bits, block, kind): the whole values of gathered `encode_pack` buffers.
+
+    buffer  uint8[ranks, sum of coded_bytes(size)], with contiguous rows: row r is what rank r encoded
+    sizes   elements of each value's part in a row, padding included
+    shapes  the shapes of the whole values, with at most ranks * size elements; other elements are padding
+    dtype   of the values: float32, bfloat16 or float16
+    ->      one contiguous tensor for each value: code * scale in fp32, rounded once to `dtype`
+
+`sum_coded` decodes reductions. Errors: other formats or dtypes, a buffer of another shape, a shape with more elements
+than the buffer has for it. Bytes moved at least: one read of the buffer and one write of every value; 8 bits to bf16 is
+3.02 bytes an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .encode import check_buffer, chunks, coded_bytes
+from .kernel import FLOATS
+from .operation import check_like, define
+
+
+def decode(
+    codes: torch.Tensor,
+    elements: int,
+    dtype: torch.dtype,
+    bits: int,
+    block: int,
+    kind: str = "int",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The values dtype[parts, elements] of the codes uint8[parts, nbytes] that `encode` returns.
+
+    >>> from .encode import encode
+    >>> decode(encode(torch.tensor([[127.0, -3.2, 0.0]]), 8, 4), 3, torch.float32, 8, 4)
+    tensor([[127.,  -3.,   0.]])
+    """
+    if out is None:
+        out = codes.new_empty(len(codes), elements, dtype=dtype)
+    if out.dtype != dtype:
+        raise TypeError(f"decode: out is {out.dtype}, not {dtype}.")
+    torch.ops.ztrans.decode.default(codes, [elements], bits, block, kind, [out])
+    return out
+
+
+def decode_unpack(
+    buffer: torch.Tensor,
+    sizes: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    bits: int,
+    block: int,
+    kind: str = "int",
+) -> list[torch.Tensor]:
+    """The whole values of `buffer`. The docstring of this file describes the arguments.
+
+    >>> from .encode import encode_pack
+    >>> buffer = encode_pack([torch.tensor([0.0, 7.0, -7.0])], [2], 4, 2, ranks=2)
+    >>> decode_unpack(buffer, [2], [(3,)], torch.float32, 4, 2)
+    [tensor([ 0.,  7., -7.])]
+    """
+    outs = [buffer.new_empty(tuple(shape), dtype=dtype) for shape in shapes]
+    torch.ops.ztrans.decode.default(buffer, sizes, bits, block, kind, outs)
+    return outs
+
+
+def reference(
+    buffer: torch.Tensor,
+    sizes: Sequence[int],
+    bits: int,
+    block: int,
+    kind: str,
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """decode_unpack in plain torch, value by value."""
+    places = buffer.split([coded_bytes(size, bits, block, kind) for size in sizes], 1)
+    for out, size, place in zip(outs, sizes, places, strict=True):
+        if out.numel() == len(buffer) * size:
+            decode_rows(place, size, bits, block, kind, out.view(len(buffer), size))
+            continue
+        for r, row in enumerate(place.unsqueeze(1)):
+            here = out.view(-1)[r * size : (r + 1) * size]
+            decode_rows(row, size, bits, block, kind, here.view(1, -1))
+
+
+def decode_rows(
+    place: torch.Tensor, size: int, bits: int, block: int, kind: str, out: torch.Tensor
+) -> None:
+    """Decode the first elements of the parts of `size` elements in uint8[ranks, bytes] into `out`."""
+    for start, codes, scales in chunks(place, size, bits, block):
+        here = out[:, start : start + codes.shape[1] * block]
+        values = decode_blocks(codes, scales, bits, kind).flatten(1)
+        here.copy_(values[:, : here.shape[1]])
+
+
+def decode_blocks(codes: torch.Tensor, scales: torch.Tensor, bits: int, kind: str) -> torch.Tensor:
+    """The meaning of decoding: float32[ranks, blocks, block] of codes and scales as `chunks` yields them."""
+    aligned = scales.clone(memory_format=torch.contiguous_format)
+    scale = aligned.view(torch.float32).unsqueeze(-1)
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
+    y = codes.view(torch.int8).to(torch.float32)
+    if bits == 8:
+        return y.mul_(scale)
+    high = torch.round(y * 0.0625)
+    low = y.sub_(high, alpha=16)
+    return torch.cat([low.mul_(scale), high.mul_(scale)], -1)
+
+
+def _check(buffer, sizes, bits, block, kind, outs) -> None:
+    if not outs or len(sizes) != len(outs):
+        raise ValueError(f"decode: {len(sizes)} sizes, but {len(outs)} values.")
+    nbytes = sum(coded_bytes(size, bits, block, kind) for size in sizes)
+    check_buffer("decode", buffer, len(buffer), nbytes)
+    if outs[0].dtype not in FLOATS:
+        raise TypeError(f"decode: {outs[0].dtype} is not fp32, bf16 or fp16.")
+    check_like("decode", "value", outs, outs[0].dtype, buffer.device)
+    for k, (out, size) in enumerate(zip(outs, sizes)):
+        if out.numel() > len(buffer) * size:
+            raise ValueError(
+                f"decode: value {k} has {out.numel()} elements, the buffer {len(buffer)} times {size} for it."
+            )
+
+
+define(
+    "decode(Tensor buffer, int[] sizes, int bits, int block, str kind, Tensor(a!)[] outs) -> ()",
+    _check,
+    reference,
+    reference,
+)

@@ -1,0 +1,194 @@
+"""encode_pack(parts, sizes, bits, block, kind, ranks): a send buffer of short codes, with a scale for each block.
+
+    parts   float32, bfloat16 or float16, on one device; any shapes, contiguous or not
+    sizes   elements of each part in a row of the buffer: at least numel / ranks
+    bits    of a code, 8 or 4
+    block   elements that share a scale, adjacent in a row of one part; even
+    kind    "int", or with 8 bits "fp8" (e4m3)
+    ranks   rows of the buffer: 1 to send this rank's parts to all, W to send row r to rank r
+    ->      uint8[ranks, sum of coded_bytes(size)]: for each part its codes, then the fp32 scales of its blocks
+
+A scale is the greatest magnitude of its block over the greatest code (127, 7 or 448), rounded to nearest. A code is
+x * (1 / scale), rounded to nearest even. So -128 and -8 are unused, and what was decoded in the dtype of the parts has
+the same codes again. The error is at most half a scale; with fp8, 1/16 of the value, or less than half of the smallest
+code. A block with NaN or infinity arrives as NaN; one whose greatest magnitude is below 2**-100, as zeros. Elements
+that a part does not have are zeros. A byte of two codes of 4 bits is a + 16 * b, for elements k and k + block / 2.
+
+Errors: other formats or dtypes, several devices, a size too small, and an `out` of another shape. Bytes moved at least:
+one read of every part and one write of the buffer; fp32 to 8 bits in blocks of 256 is 5.02 bytes an element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .kernel import FLOATS
+from .operation import define
+
+# The greatest code of each format.
+GREATEST = {("int", 8): 127.0, ("int", 4): 7.0, ("fp8", 8): 448.0}
+# Blocks below it become zero: the reciprocal of their scale may be infinite.
+LEAST = 2.0**-100
+# Larger magnitudes have this scale, so that no product of a code and a scale overflows.
+MOST = (2 - 2.0**-20) * 2.0**127
+# Elements that are coded at once on a CPU: what they need stays in its cache.
+CHUNK = 1 << 17
+
+
+def encode(
+    rows: torch.Tensor,
+    bits: int,
+    block: int,
+    kind: str = "int",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The codes of float[parts, elements] as uint8[parts, nbytes], with blocks of its own for every part.
+
+    >>> codes = encode(torch.tensor([[127.0, -3.2, 0.0]]), 8, 4)
+    >>> codes[:, :4].view(torch.int8), codes[:, 4:].view(torch.float32)
+    (tensor([[127,  -3,   0,   0]], dtype=torch.int8), tensor([[1.]]))
+    """
+    parts, elements = rows.shape
+    return encode_pack([rows], [elements], bits, block, kind, ranks=parts, out=out)
+
+
+def encode_pack(
+    parts: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    bits: int,
+    block: int,
+    kind: str = "int",
+    *,
+    ranks: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Encode `parts` into a send buffer: `out` if given, else a new one. The docstring of this file has the details.
+
+    >>> encode_pack([torch.ones(3), torch.zeros(2)], [2, 1], 8, 2, ranks=2).shape
+    torch.Size([2, 12])
+    """
+    if not parts:
+        raise ValueError("encode: no parts.")
+    if out is None:
+        nbytes = sum(coded_bytes(size, bits, block, kind) for size in sizes)
+        out = parts[0].new_empty(ranks, nbytes, dtype=torch.uint8)
+    torch.ops.ztrans.encode.default(parts, sizes, ranks, bits, block, kind, out)
+    return out
+
+
+def coded_bytes(elements: int, bits: int, block: int, kind: str = "int") -> int:
+    """The bytes of the codes and scales of a part in one row.
+
+    >>> coded_bytes(1000, 8, 256), coded_bytes(65, 4, 64), coded_bytes(0, 8, 256)
+    (1040, 72, 0)
+    """
+    check_format("encode", bits, block, kind)
+    return -(-elements // block) * (block * bits // 8 + 4)
+
+
+def reference(
+    parts: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    ranks: int,
+    bits: int,
+    block: int,
+    kind: str,
+    out: torch.Tensor,
+) -> None:
+    """encode_pack in plain torch, part by part."""
+    places = out.split([coded_bytes(size, bits, block, kind) for size in sizes], 1)
+    for part, size, place in zip(parts, sizes, places, strict=True):
+        flat = part.reshape(-1)
+        if flat.numel() < ranks * size:
+            flat = torch.nn.functional.pad(flat, (0, ranks * size - flat.numel()))
+        rows = flat.view(ranks, size)
+        for start, codes, scales in chunks(place, size, bits, block):
+            values = rows[:, start : start + codes.shape[1] * block]
+            missing = codes.shape[1] * block - values.shape[1]
+            if missing:
+                values = torch.nn.functional.pad(values, (0, missing))
+            encoded, scale = encode_blocks(values.view(ranks, -1, block), bits, kind)
+            codes.copy_(encoded)
+            scales.copy_(scale.view(torch.uint8).view(scales.shape))
+
+
+def chunks(
+    place: torch.Tensor, size: int, bits: int, block: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Cut the codes of a part, uint8[ranks, coded_bytes(size)], into runs of blocks.
+
+    Yields: the first element of a run, uint8[ranks, blocks, bytes of a block], and uint8[ranks, 4 * blocks] scales.
+    """
+    ranks = len(place)
+    width = block * bits // 8
+    blocks = -(-size // block)
+    codes = place[:, : blocks * width].unflatten(1, (blocks, width)) if blocks else place
+    scales = place[:, blocks * width :]
+    step = max(1, CHUNK // (block * ranks))
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
+        yield first * block, codes[:, first:last], scales[:, 4 * first : 4 * last]
+
+
+def encode_blocks(x: torch.Tensor, bits: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The meaning of the codes: uint8[..., bytes of a block] and float32[..., 1] of x: float[..., block]."""
+    x = x.to(torch.float32)
+    greatest = x.abs().amax(-1, keepdim=True)
+    is_coded = (greatest >= LEAST) & (greatest < math.inf)
+    unscaled = torch.where(greatest < LEAST, 0.0, math.nan)
+    scale = torch.where(is_coded, greatest.clamp(max=MOST) / GREATEST[kind, bits], unscaled)
+    y = x * torch.where(is_coded, 1 / scale, 0.0)
+    y.nan_to_num_(0.0)  # NaN, and infinity times 0
+    if kind == "fp8":
+        return y.to(torch.float8_e4m3fn).view(torch.uint8), scale
+    y.round_()
+    if bits == 4:
+        low, high = y.chunk(2, -1)
+        y = low.add_(high, alpha=16)
+    return y.to(torch.int8).view(torch.uint8), scale
+
+
+def check_format(name: str, bits: int, block: int, kind: str) -> None:
+    """Raise unless there is such a format."""
+    if (kind, bits) not in GREATEST:
+        raise ValueError(f"{name}: no codes of {bits} bits and kind {kind!r}.")
+    if block < 2 or block % 2:
+        raise ValueError(f"{name}: a block must be even, got {block}.")
+
+
+def check_buffer(name: str, buffer: torch.Tensor, ranks: int, nbytes: int) -> None:
+    """Raise unless a buffer has a row of so many bytes for each rank."""
+    is_row_major = buffer.ndim == 2 and (buffer.shape[1] < 2 or buffer.stride(1) == 1)
+    if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (ranks, nbytes) or not is_row_major:
+        raise ValueError(
+            f"{name}: the buffer must be uint8[{ranks}, {nbytes}] with contiguous rows, not "
+            f"{str(buffer.dtype).removeprefix('torch.')}{[*buffer.shape]}."
+        )
+
+
+def _check(parts, sizes, ranks, bits, block, kind, out) -> None:
+    if len(parts) != len(sizes):
+        raise ValueError(f"encode: {len(parts)} parts, but {len(sizes)} sizes.")
+    check_buffer("encode", out, ranks, sum(coded_bytes(n, bits, block, kind) for n in sizes))
+    for k, (part, size) in enumerate(zip(parts, sizes)):
+        if part.dtype not in FLOATS:
+            raise TypeError(f"encode: part {k} is {part.dtype}; codes are of fp32, bf16 and fp16.")
+        if size < 0 or part.numel() > ranks * size:
+            raise ValueError(
+                f"encode: part {k} has {part.numel()} elements, room is for {ranks} times {size}."
+            )
+        if part.device != out.device:
+            raise ValueError(
+                f"encode: all must be on one device, got {part.device} and {out.device}."
+            )
+
+
+define(
+    "encode(Tensor[] parts, int[] sizes, int ranks, int bits, int block, str kind, Tensor(a!) out) -> ()",
+    _check,
+    reference,
+    reference,
+)
