@@ -26,7 +26,6 @@ from .calling.call import BoundCall, StepFunction
 from .calling.global_state import no_collection
 from .calling.inputs import Inputs, check_state
 from .calling.signature import Signature, Surroundings
-from .calling.trees import leaf_names
 from .compiled import Compiled
 from .eager_step import is_eager, run_eagerly
 from .ir.ambient import refuse_anomaly_mode, refuse_inside, refuse_under_compile
@@ -49,6 +48,7 @@ from .runtime.mesh import check_runs
 from .runtime.session import leave_if_cut_off, session_of
 from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
+from .step_state import StepState
 from .tracing.errors import warn, warn_of_many_programs
 from .tracing.recording import Recording
 from .tracing.trace import trace
@@ -59,7 +59,6 @@ from .transforms.base import (
     mesh_of,
     micro_batches_of,
     no_step,
-    sharding_of,
 )
 
 # With more programs than this, a warning says that the step is traced too often.
@@ -321,7 +320,7 @@ class Step(Generic[P, R]):
     @ends_at_user
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Record the program as written, for arguments like these: real, fake or meta tensors, DTensors, numbers."""
-        return self._trace_call(BoundCall.of(self._function, args, kwargs))
+        return self._trace_call(self._call(args, kwargs))
 
     def _trace_call(self, call: BoundCall) -> Traced:
         record = functools.partial(self._record_call, call)
@@ -337,7 +336,7 @@ class Step(Generic[P, R]):
         over_all_axes = LeafSharding(all_axes(self.transforms, shardings))
         shardings += [over_all_axes for _ in pytree.tree_leaves((call.batch, call.extra))]
         with stage(self.__name__, "trace"):
-            return trace(
+            recording = trace(
                 self.fn,
                 call,
                 self._function,
@@ -345,6 +344,8 @@ class Step(Generic[P, R]):
                 device=device,
                 shardings=shardings,
             )
+        graph = recording.graph.replace(kept=self._state.kept_in(call.state))
+        return dataclasses.replace(recording, graph=graph)
 
     @ends_at_user
     def lower(
@@ -354,7 +355,7 @@ class Step(Generic[P, R]):
 
         If the step itself has an argument named `cluster` or `plan`, pass it by position.
         """
-        return self._lower_call(BoundCall.of(self._function, args, kwargs), cluster, plan)
+        return self._lower_call(self._call(args, kwargs), cluster, plan)
 
     def _lower_call(
         self, call: BoundCall, cluster: Cluster | None = None, plan: Plan | None = None
@@ -451,7 +452,7 @@ class Step(Generic[P, R]):
         call = BoundCall.of(function, args, kwargs)
         refuse_inside(self.__name__, call)
         if is_eager():
-            return cast("R", self._run_eagerly(call))
+            return cast("R", self._run_eagerly(self._with_kept(call)))
         refuse_anomaly_mode(self.__name__)
         surroundings = Surroundings.of(function)
         try:
@@ -460,6 +461,7 @@ class Step(Generic[P, R]):
             if match is not None:
                 compiled, inputs = match
                 return cast("R", compiled.run_guarded(call, inputs))
+            call = self._with_kept(call)
             signature = Signature.of(call, function, surroundings)
             compiled = self._cache.get(signature) or self._program_on_all_ranks(call, signature)
             return cast("R", compiled.run(call, surroundings))
@@ -470,7 +472,7 @@ class Step(Generic[P, R]):
     def _run_eagerly(self, call: BoundCall) -> tuple[Any, Any]:
         """Run the function of the step in place of a program (see `eager_step`)."""
         self._check_laid_out(call.state)
-        _, paths = self._state_names(call.state)
+        _, paths = self._state.names(call.state)
         shardings = self.leaf_shardings(call.state)
         mesh = self._device_mesh()
         return run_eagerly(self.__name__, self.fn, call, self.transforms, mesh, paths, shardings)
@@ -488,8 +490,15 @@ class Step(Generic[P, R]):
         self, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[BoundCall, Signature]:
         """A call of the step, and its signature under the current global state."""
-        call = BoundCall.of(self._function, args, kwargs)
+        call = self._call(args, kwargs)
         return call, Signature.of(call, self._function)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> BoundCall:
+        """A call of the step, whose state has the leaves that its transforms keep."""
+        return self._with_kept(BoundCall.of(self._function, args, kwargs))
+
+    def _with_kept(self, call: BoundCall) -> BoundCall:
+        return self._state.completed(call, self.mesh)
 
     def _program_on_all_ranks(self, call: BoundCall, signature: Signature) -> Compiled:
         """The program for a call that all ranks make. If this rank fails to make it, the other ranks learn why."""
@@ -537,18 +546,32 @@ class Step(Generic[P, R]):
         if mesh is None:
             return
         leaves = pytree.tree_leaves(state)
-        _, paths = self._state_names(state)
+        _, paths = self._state.names(state)
         check_laid_out(self.__name__, mesh, paths, leaves, self.leaf_shardings(state))
 
-    def _state_names(self, state: Any) -> tuple[list[str], list[str]]:
-        """For each leaf of a state, its short name, and its path in messages."""
-        return leaf_names(self._function.parameters(1), (state,))
+    @property
+    def _state(self) -> StepState:
+        return StepState(self.__name__, self._function, self.transforms)
 
     def leaf_shardings(self, state: Any) -> list[LeafSharding]:
-        """How each leaf of the state lies on the mesh between steps, in the order of the leaves in its tree."""
-        names, _ = self._state_names(state)
-        leaves = pytree.tree_leaves(state)
-        return [sharding_of(self.transforms, name, leaf) for name, leaf in zip(names, leaves)]
+        """How each leaf of a state lies on the mesh between steps, in the order of the leaves in its tree."""
+        return self._state.shardings(state)
+
+    @ends_at_user
+    def init(self, state: Any) -> Any:
+        """Add the leaves that the transforms of this step keep (`Transform.keeps`), with their first values.
+
+        The step then takes and returns `(state, kept)`, where `kept` is a dict by transform and path, as `(output,
+        added)` has what transforms add to the output. The state of a lifted loop, which is a dict, gets a key for each
+        transform instead, here or in its first step. If no transform keeps a leaf, the state is returned as it is.
+
+        `shard` calls this too, so a loop that shards its state need not. In a state that has these leaves, they start
+        again: call it after you have written to the parameters yourself. The leaves of `state` are not copied; new
+        ones lie on the ranks as those do, and all ranks must call it.
+
+        Source: `init` of optax.
+        """
+        return self._state.started(state, self.mesh)
 
     @ends_at_user
     def shard(
@@ -570,7 +593,7 @@ class Step(Generic[P, R]):
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
         leaves = pytree.tree_leaves(state)
-        _, paths = self._state_names(state)
+        _, paths = self._state.names(state)
         check_state(paths, leaves)
         check_ended(leaves, "shard")
         mesh = self._device_mesh()
@@ -581,7 +604,7 @@ class Step(Generic[P, R]):
                 parts = shard_state(state, mesh, paths, self.leaf_shardings(state), source, device)
         if self._function.extra is not None:
             self._function.extra.after_shard()
-        return parts
+        return parts if self._state.parted(state).kept else self.init(parts)
 
     @ends_at_user
     def unshard(self, state: State) -> State:

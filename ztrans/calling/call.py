@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from .kept import WithKept
 from .reads import Reads
 from .trees import leaf_names, opened
 
@@ -137,7 +138,12 @@ class BoundCall(NamedTuple):
         return BoundCall(args[0], batch, tuple(kwargs), extra)
 
     def run(self, fn: Callable) -> Any:
-        """Call `fn` with these arguments."""
+        """Call `fn` with these arguments. It does not see what transforms keep, which stays as it is."""
+        if isinstance(self.state, WithKept):
+            result = self._replace(state=self.state.state).run(fn)
+            if isinstance(result, tuple) and len(result) == 2:
+                return self.state._replace(state=result[0]), result[1]
+            return result
         count = len(self.batch) - len(self.keywords)
         positional = self.batch[:count]
         kwargs = dict(zip(self.keywords, self.batch[count:]))

@@ -76,6 +76,14 @@ def mark_unwritten(leaf: torch.Tensor, of_meta: Any) -> None:
         RECORDS.of(leaf).fill_version = _memory(leaf)._version
 
 
+def mark_unwritten_copy(copy: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Record a copy of a leaf as unwritten if nobody has written to the leaf."""
+    version = RECORDS.of(leaf).fill_version if RECORDS.refusals else None
+    if version is not None and _still_has_fill(_memory(leaf), version):
+        RECORDS.refusals += 1
+        RECORDS.of(copy).fill_version = _memory(copy)._version
+
+
 def mark_written(leaf: torch.Tensor) -> None:
     """Record a leaf as written, by a writer that does not count in the version of its memory."""
     RECORDS.of(leaf).fill_version = None

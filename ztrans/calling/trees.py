@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .kept import WithKept
 from .reads import is_constant
 
 
@@ -100,6 +101,13 @@ def key_parts(keys: Sequence[Any]) -> list[str]:
     return [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys]
 
 
+def _leaves_with_keys(tree: Any) -> list[tuple[Any, Any]]:
+    """The leaves of a tree, each with the keys on its path. Those that transforms keep follow the user's state."""
+    if isinstance(tree, WithKept):
+        return [leaf for part in tree for leaf in _leaves_with_keys(part)]
+    return pytree.tree_flatten_with_path(tree)[0]
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their names.
 
@@ -109,7 +117,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     {'params.up': 1, 'lr.0': 2}
     """
     leaves_by_name: dict[str, Any] = {}
-    for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    for keys, leaf in _leaves_with_keys(tree):
         name = ".".join(key_parts(keys))
         if name in leaves_by_name:
             raise ValueError(
@@ -129,7 +137,7 @@ def leaf_names(parameters: Sequence[str], args: Sequence[Any]) -> tuple[list[str
     paths: list[str] = []
     used_names: set[str] = set()
     for i, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
-        for keys, _ in pytree.tree_flatten_with_path(arg)[0]:
+        for keys, _ in _leaves_with_keys(arg):
             parts = key_parts(keys)
             path = ".".join([parameter, *parts])
             paths.append(path)

@@ -270,6 +270,40 @@ class Eqn:
         return self.replace(args=args, kwargs=kwargs, **changes)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A leaf that a transform adds to the state, and keeps from step to step, such as an average of a parameter.
+
+    In programs and files it is called by the name of its transform and its path, `ema.params.fc1.weight`.
+
+    Attributes:
+        path: its path below the name of its transform.
+        like: the path of the leaf of the state whose shape, dtype and axes it has; or a shape, of a leaf that is whole.
+        start: its first value: zeros, or a copy of the leaf that it is like.
+        layout: how it lies on the mesh: cut like its leaf; whole on every rank; or with a row like the leaf for each
+            rank, `f32[4@dp,32,16]`, which ranks read by `ir.row`. Rows are terms of a sum, and begin as zeros: on
+            another number of ranks they go on as equal parts of that sum.
+        dtype: another dtype than that of its leaf; of a shape, by default fp32.
+        transform: the name of its transform, which `Step` fills in.
+    """
+
+    path: str
+    like: str | tuple[int, ...]
+    start: Literal["zeros", "copy"] = "zeros"
+    layout: Literal["like", "whole", "rows"] = "like"
+    dtype: torch.dtype | None = None
+    transform: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in programs and checkpoints.
+
+        >>> Kept("w", like="params.w", transform="ema").name
+        'ema.w'
+        """
+        return f"{self.transform}.{self.path}"
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A program. Its inputs and outputs are flat, in groups that follow each other:
@@ -290,6 +324,7 @@ class Graph:
         carried: the number of futures of gathers that pass from step to step (see `across_steps`).
         transforms: the transforms that were applied, in order.
         added: the names of the outputs that transforms added.
+        kept: the leaves that transforms added to the state, after the leaves of the user's state.
     """
 
     name: str
@@ -308,6 +343,7 @@ class Graph:
     donated: tuple[tuple[Var, Var], ...] = ()
     carried: int = 0
     added: tuple[str, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     replace = dataclasses.replace
 
@@ -360,6 +396,11 @@ class Graph:
     def leaves(self) -> tuple[tuple[Var, Var], ...]:
         """Each leaf of the state before and after the step."""
         return tuple(zip(self.state, self.new_state))
+
+    def kept_by(self, transform: str) -> dict[str, Var]:
+        """The leaves that the transform of this name keeps, before the step, by their paths below its name."""
+        by_name = {v.name: v for v in self.state}
+        return {kept.path: by_name[kept.name] for kept in self.kept if kept.transform == transform}
 
     @property
     def arguments(self) -> tuple[Var, ...]:

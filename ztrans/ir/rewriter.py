@@ -61,6 +61,7 @@ class Rewriter:
         self._aliases: dict[Var, Any] = {}
         self._new_outputs: dict[Var, Var] = {}
         self._added: list[Var] = []
+        self._new_leaves: dict[Var, Var] = {}
         self._places: dict[Var, _Place] = {}  # of inserted values
         self._recorded: dict[Hashable, Recorded] = {}
 
@@ -144,6 +145,10 @@ class Rewriter:
         """Return `v` beside the output of the step, under its name: the step returns (state, (output, {name: v}))."""
         self._added.append(v)
 
+    def set_leaf(self, leaf: Var, new: Var) -> None:
+        """Let `new` be the value of a leaf of the state after the step."""
+        self._new_leaves[leaf] = new
+
     def alias(self, old: Var, new: Any) -> None:
         """Let the whole program read `new` instead of `old`, including inserted equations and outputs.
 
@@ -160,7 +165,9 @@ class Rewriter:
                 eqns.append(self._with_new_reads(replacement, e))
             eqns += self._after.get(e, ())
         eqns += self._before.get(None, ())
-        outputs = substitute(self.graph.outputs, lambda v: self._new_outputs.get(v, v))
+        outputs = list(substitute(self.graph.outputs, lambda v: self._new_outputs.get(v, v)))
+        for i, leaf in enumerate(self.graph.state):
+            outputs[i] = self._new_leaves.get(leaf, outputs[i])
         graph = self.graph.replace(
             eqns=tuple(eqns),
             outputs=(*outputs, *self._added),

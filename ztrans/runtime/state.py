@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from ..calling.host_memory import copied_to
 from ..calling.leaf_records import RECORDS
-from ..calling.meta_leaves import Number, fill_of, mark_unwritten
+from ..calling.meta_leaves import Number, ValuesOfMeta, fill_of, mark_unwritten, mark_unwritten_copy
 from ..ir.axes import members, submesh
-from ..ir.graph import Layout, MemoryKind, Split
+from ..ir.graph import Kept, Layout, MemoryKind, Split
 from ..ir.layout import AbstractMesh, LeafSharding, as_tensor, cut, mesh_axes
 from ..ir.user_sharding import UserSharding
 from .agreement import agree_on_call
@@ -153,6 +153,41 @@ def copied_state(state: State, shardings: Sequence[LeafSharding]) -> State:
             leaf = copy
         copies.append(leaf)
     return pytree.tree_unflatten(copies, tree)
+
+
+def first_value(
+    kept: Kept,
+    like: torch.Tensor,
+    sharding: LeafSharding,
+    mesh: DeviceMesh | None,
+    device: torch.device | None,
+) -> torch.Tensor:
+    """The first value of a leaf that a transform keeps: a copy of the leaf `like`, or zeros of its shape.
+
+    With a mesh it is laid out there; all ranks must call it. Without one it is whole, on `device`.
+    """
+    dtype = kept.dtype or like.dtype
+    if mesh is None and kept.start == "copy":
+        value = copied(like).to(dtype)
+    elif mesh is None:
+        with ValuesOfMeta():
+            value = torch.zeros(like.shape, dtype=dtype, device=device)
+    elif kept.start == "copy":
+        value = _part(_on_device(like), sharding, mesh, None, None).to(dtype)
+    else:
+        user_sharding = UserSharding.of(like, sharding.axes)
+        shape = user_sharding.local_shape if user_sharding else like.shape
+        blank = torch.empty(shape, dtype=dtype, device="meta")
+        leaf_mesh = _leaf_mesh(mesh, sharding.axes, user_sharding)
+        value = _own_part(blank, sharding.layout, leaf_mesh, user_sharding, None, 0)
+    value = value.detach()
+    if sharding.memory != "device":
+        value = _copied_to(sharding.memory, value)
+    RECORDS.of(value).mesh = mesh
+    RECORDS.of(value).independent = sharding.independent
+    if kept.start == "copy":
+        mark_unwritten_copy(value, like)
+    return value
 
 
 def _copied_to(kind: MemoryKind, part: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import members_of
-from ..ir.graph import Eqn, Graph, Layout, MemoryKind, Var
-from ..ir.layout import AbstractMesh, LeafSharding
+from ..ir.axes import joint_axis, members_of
+from ..ir.graph import Eqn, Graph, Kept, Layout, MemoryKind, Split, Var
+from ..ir.layout import AbstractMesh, LeafSharding, mesh_axes
+from ..ir.printer import first_names
 from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
 from ..ir.verifier import ProgramError, check, check_interface
@@ -91,6 +93,17 @@ class Transform:
             shape: the shape of the leaf, or of this rank's part if the step itself divides the leaf.
         """
         return LeafSharding(self.axes)
+
+    def keeps(self, leaves: Mapping[str, torch.Tensor]) -> Sequence[Kept]:
+        """The leaves that this transform adds to the state, as `init` of an optax transform; by default none.
+
+        Its `rewrite` finds them by `graph.kept_by(self.name)`, and gives them new values by `Rewriter.set_leaf`. All
+        variants keep the same leaves.
+
+        Args:
+            leaves: the leaves of the user's state by their paths, meta tensors as in `leaf_sharding`.
+        """
+        return ()
 
     @property
     def variants(self) -> tuple[Transform, ...]:
@@ -315,16 +328,45 @@ def micro_batches_of(transforms: Iterable[Transform]) -> int:
 # ---- leaves of the state
 
 
+def kept_leaves(
+    transforms: Iterable[Transform], leaves: Mapping[str, torch.Tensor]
+) -> tuple[Kept, ...]:
+    """The leaves that transforms keep in a state, whose other leaves these meta tensors are, by path.
+
+    Raises: ValueError if one is like a leaf that the state does not have.
+    """
+    kept: list[Kept] = []
+    for t in transforms:
+        for leaf in t.keeps(leaves):
+            if isinstance(leaf.like, str) and leaf.like not in leaves:
+                raise ValueError(
+                    f"{t!r}: it keeps a leaf like {leaf.like!r}, and the state has {first_names([*leaves])}.\n"
+                    f"Let `keeps` name one of the leaves that it gets, or a shape."
+                )
+            kept.append(dataclasses.replace(leaf, transform=t.name))
+    return tuple(kept)
+
+
 def leaf_sharding(
-    transforms: Iterable[Transform], path: str, leaf: torch.Tensor, shape: tuple[int, ...]
+    transforms: Iterable[Transform],
+    path: str,
+    leaf: torch.Tensor,
+    shape: tuple[int, ...],
+    kept: Kept | None = None,
 ) -> LeafSharding:
-    """How a leaf of the state lies on the mesh with all of these transforms (see `Transform.leaf_sharding`)."""
+    """How a leaf of the state lies on the mesh with all of these transforms (see `Transform.leaf_sharding`).
+
+    A leaf that a transform keeps is distributed as the leaf that it is like. Its own path chooses its memory.
+    """
     axes: list[str] = []
     independent: list[str] = []
     layout: Layout = ()
     memory: MemoryKind = "device"
     for t in transforms:
-        sharding = t.leaf_sharding(path, leaf, shape)
+        if kept is None or t.mesh is None:
+            sharding = t.leaf_sharding(path, leaf, shape)
+        else:
+            sharding = _kept_sharding(t, t.mesh, kept, leaf, shape)
         axes += sharding.axes
         independent += sharding.independent
         layout = layout or sharding.layout
@@ -334,22 +376,65 @@ def leaf_sharding(
     )
 
 
-def sharding_of(transforms: Sequence[Transform], path: str, value: object) -> LeafSharding:
+def _kept_sharding(
+    t: Transform,
+    mesh: DeviceMesh | AbstractMesh,
+    kept: Kept,
+    leaf: torch.Tensor,
+    shape: tuple[int, ...],
+) -> LeafSharding:
+    """How a transform that distributes a step distributes a leaf that another one keeps."""
+    if not isinstance(kept.like, str):
+        return dataclasses.replace(t.leaf_sharding(kept.name, leaf, shape), layout=())
+    if kept.layout != "rows":
+        sharding = t.leaf_sharding(kept.like, leaf, shape)
+        return sharding if kept.layout == "like" else dataclasses.replace(sharding, layout=())
+    row = torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta")
+    sharding = t.leaf_sharding(kept.like, row, tuple(row.shape))
+    axis = joint_axis(members_of(sharding.axes), dict(mesh_axes(mesh)))
+    return dataclasses.replace(sharding, axes=(axis,), layout=(Split(axis),))
+
+
+def kept_shape(
+    transforms: Sequence[Transform], kept: Kept, leaves: Mapping[str, torch.Tensor]
+) -> tuple[int, ...]:
+    """The shape of a leaf that a transform keeps beside these leaves, with all of its rows."""
+    if not isinstance(kept.like, str):
+        return kept.like
+    shape = tuple(leaves[kept.like].shape)
+    if kept.layout != "rows":
+        return shape
+    mesh = mesh_of(transforms)
+    sizes = {} if mesh is None else dict(mesh_axes(mesh))
+    blank = torch.empty(1, *shape, device="meta")
+    sharding = leaf_sharding(transforms, kept.name, blank, tuple(blank.shape), kept)
+    return (math.prod(sizes[axis] for axis in members_of(sharding.axes)), *shape)
+
+
+def sharding_of(
+    transforms: Sequence[Transform], path: str, value: object, kept: Kept | None = None
+) -> LeafSharding:
     """How a leaf of a state lies on the mesh, from its value: a tensor, a DTensor or a number."""
-    tensor = value if isinstance(value, torch.Tensor) else torch.empty(())
-    leaf = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    sharding = leaf_sharding(transforms, path, leaf, tuple(leaf.shape))
+    leaf = meta_leaf(value)
+    sharding = leaf_sharding(transforms, path, leaf, tuple(leaf.shape), kept)
     user_sharding = UserSharding.of(value, sharding.axes)
     if user_sharding is None:
         return sharding
-    return leaf_sharding(transforms, path, leaf, user_sharding.local_shape)
+    return leaf_sharding(transforms, path, leaf, user_sharding.local_shape, kept)
+
+
+def meta_leaf(value: object) -> torch.Tensor:
+    """A leaf of a state as transforms see it: a meta tensor with its whole shape. A number is a scalar."""
+    tensor = value if isinstance(value, torch.Tensor) else torch.empty(())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def program_shardings(graph: Graph, transforms: Iterable[Transform]) -> dict[Var, LeafSharding]:
     """How each leaf of the state of a program lies on the mesh with these transforms."""
+    kept = {leaf.name: leaf for leaf in graph.kept}
     shardings = {}
     for v, leaf in _meta_leaves(graph):
-        shardings[v] = leaf_sharding(transforms, v.name, leaf, v.shape)
+        shardings[v] = leaf_sharding(transforms, v.name, leaf, v.shape, kept.get(v.name))
     return shardings
 
 

@@ -430,6 +430,8 @@ class Walk:
             plain, local: the old leaf in the plain program, and in the program of one rank.
             out: the new leaf in the plain program.
         """
+        if out is plain:
+            return local
         absent = self.axes.absent.get(plain, INVARIANT)
         if not self.varies_over(out) - absent:
             return self.values.in_layout(out, local.split, self.end(out))
