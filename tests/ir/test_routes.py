@@ -12,7 +12,7 @@ from ztrans.ir.collectives import (
     REDUCE_SCATTER,
     all_gather,
     reduce,
-    wire_dtype,
+    wire_format,
 )
 from ztrans.ir.graph import Partial, Provenance, Split, Var
 from ztrans.ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, Route, common, hosts_of, route_of
@@ -143,7 +143,7 @@ def test_whole_numbers_that_no_backend_reduces_are_sent_in_a_wider_dtype(dtype, 
     (of_numbers,) = (
         e for e in lowered.graph.eqns if e.op is ALL_REDUCE and e.outs[0].dtype == dtype
     )
-    assert wire_dtype(of_numbers, of_numbers.ins[0]) == wire
+    assert wire_format(of_numbers, of_numbers.ins[0]).carrier == wire
     _, outputs = lowered.lockstep(state, [(x, term) for term in terms])
     for total in outputs:
         assert total.dtype == dtype and total.tolist() == [

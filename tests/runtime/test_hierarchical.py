@@ -183,11 +183,11 @@ def test_the_program_says_which_way_and_why():
     why = "sums inside each of 2 hosts first: 25% of the bytes come from other hosts, not 50%"
     assert (
         start.extra_repr()
-        == f"reduce_scatter, ranks=4, members=1, wire=torch.float32, by=hierarchical exchange ({why})"
+        == f"reduce_scatter, ranks=4, members=1, wire=f32, by=hierarchical exchange ({why})"
     )
     _, groups, opened = channels(Hosts(4))
     start = Start(scatter([(8,)], "mean", F32), {"dp": 4}, {"dp": 0}, opened[0])
-    assert start.extra_repr() == "reduce_scatter, ranks=4, members=1, wire=torch.float32"
+    assert start.extra_repr() == "reduce_scatter, ranks=4, members=1, wire=f32"
     del groups
 
 

@@ -17,7 +17,7 @@ from tests.support.fabric import Fabric, Rank, on_all_ranks
 from tests.support.fake_cuda import FakeCuda
 from tests.support.gloo_threads import gloo_channels, on_threads
 from tests.support.mailbox import LocalChannel, channels
-from ztrans.ir.collectives import LARGE_MEMBER, host_sum_dtype, reduce
+from ztrans.ir.collectives import LARGE_MEMBER, host_sum_format, reduce
 from ztrans.ir.graph import Eqn, Partial, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.routes import Hosts
@@ -265,5 +265,5 @@ def test_ranks_compare_the_waits_that_send_parts_of_a_total(
 def test_a_maximum_is_sent_between_hosts_in_its_own_dtype():
     """It is exact, where a sum of half precision is sent in fp32."""
     largest, total = (reduction(op, BF16, SHORT, scatters=True) for op in ("max", "sum"))
-    assert host_sum_dtype(largest, largest.ins[0]) == BF16
-    assert host_sum_dtype(total, total.ins[0]) == F32
+    assert host_sum_format(largest, largest.ins[0]).carrier == BF16
+    assert host_sum_format(total, total.ins[0]).carrier == F32

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fake_cuda import FakeCuda
-from ztrans.ir.collectives import wire_dtype
+from ztrans.ir.collectives import wire_format
 from ztrans.ir.graph import Eqn
 from ztrans.ir.routes import Hosts, is_gathered_whole, route_of
 from ztrans.runtime.collectives import wait
@@ -112,7 +112,7 @@ def on_all_ranks(
     axis = eqn.kwargs["axis"]
     sizes = {axis: hosts.ranks}
     route = route_of(eqn, sizes, hosts, gloo=False)
-    wire = wire_dtype(eqn, eqn.ins[0])
+    wire = wire_format(eqn, eqn.ins[0])
     op, is_whole = eqn.kwargs.get("op"), is_gathered_whole(eqn, sizes)
     transport = choose_transport(eqn.op, op, wire, lambda: "a double", route, is_whole)
 

@@ -1,6 +1,6 @@
 """Collectives as equations over lists, and the rules of every equation.
 
-    f, g = all_gather([a, b], dtype, axis=dp)          shards -> whole values, cast to dtype before they are sent
+    f, g = all_gather([a, b], dtype, axis=dp)          shards -> whole values, sent as dtype: bf16, or i8/256
     f, g = reduce_scatter([a, b], mean, axis=dp)       one term on each rank -> this rank's shard of the mean
     f, g = all_reduce([a, b], mean, axis=dp)           one term on each rank -> the mean, on every rank
     f, g = all_to_all([a, b], axis=dp)                 shards along one dim -> shards along another
@@ -51,6 +51,7 @@ from .rules import (
     Wait,
 )
 from .user_collectives import user_rules
+from .wire_format import Coded, Format, Uncoded, WireFormat, format_of
 
 # The most ranks of a gather over gloo that send their parts to all others. Among more, gloo's own gather needs fewer
 # messages.
@@ -59,53 +60,70 @@ MOST_RANKS_OF_EXCHANGE = 8
 LARGE_MEMBER = 1 << 16
 
 
-def wire_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype of a member on the wire."""
-    return eqn.kwargs.get("dtype") or member.dtype
+def wire_format(eqn: Eqn, member: Var) -> Format:
+    """How a member is sent."""
+    return format_of(eqn.kwargs.get("dtype") or member.dtype)
 
 
-def host_sum_dtype(eqn: Eqn, member: Var) -> torch.dtype:
-    """The dtype of the sums that a host sends to others: fp32 for half precision, unless the equation sets a dtype."""
-    wire = wire_dtype(eqn, member)
+def host_sum_format(eqn: Eqn, member: Var) -> Format:
+    """How a host sends its sums to others: as the equation sends its terms, unless it says another format `between`.
+
+    Sums of half precision are sent in fp32, unless the equation sets a dtype.
+    """
+    between = eqn.kwargs.get("between")
+    if between is not None:
+        return format_of(between)
+    wire = wire_format(eqn, member)
     is_chosen = eqn.kwargs.get("dtype") is not None
     is_sum = eqn.kwargs["op"] in ("sum", "mean")
-    return torch.float32 if is_sum and wire in HALF and not is_chosen else wire
+    is_widened = is_sum and wire.carrier in HALF and not is_chosen
+    return format_of(torch.float32) if is_widened else wire
 
 
-def is_reduced_by_ranks(reduction: str, wire: torch.dtype) -> bool:
-    """Whether ranks exchange the terms and reduce them by `ops.reduce`, because gloo and NCCL are less accurate.
+def is_reduced_by_ranks(reduction: str, wire: Format) -> bool:
+    """Whether ranks exchange the terms and reduce them themselves, because gloo and NCCL are less accurate.
 
     Both round a sum of half precision at every hop, and a mean of fp16 overflows before it is divided. Their maximum
-    and minimum of floats lose a NaN: NCCL computes `fmax`, and gloo compares.
+    and minimum of floats lose a NaN: NCCL computes `fmax`, and gloo compares. Neither adds codes.
     """
     if reduction in ("sum", "mean"):
-        return wire in HALF
-    return wire.is_floating_point
+        return wire.is_coded or wire.carrier in HALF
+    return wire.carrier.is_floating_point
 
 
 def buffer_bytes(eqn: Eqn, index: int, sizes: Sizes) -> int:
     """The bytes of a member on the wire: the padded parts of all ranks together."""
-    member = eqn.ins[index]
+    elements, parts = part_sizes(eqn, index, sizes)
+    return wire_format(eqn, eqn.ins[index]).nbytes(elements) * parts
+
+
+def part_sizes(eqn: Eqn, index: int, sizes: Sizes) -> tuple[int, int]:
+    """The elements of a padded part of a member, and the number of its parts on the wire."""
+    member, ranks = eqn.ins[index], sizes[eqn.kwargs["axis"]]
     axis_of_dim: dict[int, str] = {}
     for split in (*member.layout, *eqn.results[index].layout):
         if isinstance(split, Split):
             axis_of_dim[split.dim] = split.axis
 
-    total = wire_dtype(eqn, member).itemsize
+    elements, parts = 1, 1
     for dim, rows in enumerate(member.shape):
         axis = axis_of_dim.get(dim)
-        if axis is None:
-            total *= rows
-            continue
-        total *= chunk(rows, sizes[axis])
+        elements *= rows if axis is None else chunk(rows, sizes[axis])
         # The buffer has the parts of all ranks along the axis of the collective, and only this rank's along others.
         if axis == eqn.kwargs["axis"]:
-            total *= sizes[axis]
-    return total
+            parts *= ranks
+    if parts == 1 and wire_format(eqn, member).is_coded:  # an all_reduce: each rank sums a part
+        return chunk(elements, ranks), ranks
+    return elements, parts
 
 
 def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
-    """Whether a collective packs a member with the other small members of its bucket."""
+    """Whether a collective packs a member with the other small members of its bucket.
+
+    Codes are written to a buffer in any case, so all members share it.
+    """
+    if wire_format(eqn, eqn.ins[index]).is_coded:
+        return True
     return buffer_bytes(eqn, index, sizes) < LARGE_MEMBER * sizes[eqn.kwargs["axis"]]
 
 
@@ -145,6 +163,8 @@ class Start(Memberwise):
                 return f"{out} is not a future, but a collective starts it"
             if not _may_become(member.dtype, out.dtype):
                 return f"{member!r} becomes {out!r}: only floats and complex values may change their dtype"
+            if wire_format(eqn, member).is_coded and {member.dtype, out.dtype} - {*_CODED}:
+                return f"{member!r} cannot be sent as {eqn.kwargs['dtype']}: only f32, bf16 and f16 become codes"
             layout = self.result_layout(eqn, index)
             if frozenset(out.layout) != frozenset(layout):
                 expected = dataclasses.replace(out, layout=layout)
@@ -158,11 +178,11 @@ class Start(Memberwise):
     def axis(self, eqn: Eqn) -> str:
         return eqn.kwargs["axis"]
 
-    def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
-        return term.to(eqn.kwargs["dtype"] or term.dtype)
+    def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
+        return term.to(wire_format(eqn, eqn.ins[index]).carrier)
 
     def stays_in_buffer(self, eqn: Eqn, index: int) -> bool:
-        return wire_dtype(eqn, eqn.ins[index]) == eqn.results[index].dtype
+        return wire_format(eqn, eqn.ins[index]) == Uncoded(eqn.results[index].dtype)
 
     def wire_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         ranks = sizes[self.axis(eqn)]
@@ -180,12 +200,17 @@ class Start(Memberwise):
     def received_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
         return buffer_bytes(eqn, index, sizes)
 
+    def value_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        if self.stays_in_buffer(eqn, index):
+            return self.received_bytes(eqn, index, sizes)
+        return bytes_on_first_rank(eqn.results[index], sizes)
+
 
 class Gather(Start):
     """Rules of all_gather.
 
     A rank copies its part into the buffer of the whole value and sends it from there. Only members that are packed
-    together need a send buffer.
+    together need a send buffer. Codes are decoded at the wait.
     """
 
     moves = True
@@ -207,6 +232,11 @@ class Gather(Start):
         split = split_over(eqn.ins[index], self.axis(eqn))
         return [torch.cat(list(terms), split.dim)] * len(terms)
 
+    def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
+        wire = wire_format(eqn, eqn.ins[index])
+        dim = split_over(eqn.ins[index], self.axis(eqn)).dim
+        return _arrived_rows(wire, term, dim, eqn.results[index].dtype)
+
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         return gloo and ranks <= MOST_RANKS_OF_EXCHANGE
 
@@ -215,13 +245,20 @@ class Gather(Start):
 
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         small = [k for k in range(len(eqn.outs)) if is_small(eqn, k, sizes)]
-        if len(small) < 2:  # a single small member is received where its value stays
+        is_alone = len(small) == 1 and not wire_format(eqn, eqn.ins[small[0]]).is_coded
+        if is_alone:  # it is received where its value stays
             return 0
         return sum(buffer_bytes(eqn, k, sizes) for k in small)
 
     def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
         """The members that are packed together are copied out of their buffer."""
-        return 2 * self.unpacked_bytes(eqn, sizes)
+        return self.decoding(eqn, sizes) or 2 * self.unpacked_bytes(eqn, sizes)
+
+    def encoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        return _coding(eqn, eqn.ins, sizes, 1 / sizes[self.axis(eqn)])
+
+    def decoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        return _coding(eqn, eqn.results, sizes)
 
 
 class Reduction(Start):
@@ -234,13 +271,18 @@ class Reduction(Start):
             placement = on_axis(member.layout, self.axis(eqn))
             if isinstance(placement, Split):
                 return f"a reduction over {self.axis(eqn)} adds up {member!r}, which is cut over it"
+        is_coded = isinstance(eqn.kwargs.get("dtype"), Coded)
+        if is_coded and eqn.kwargs["op"] not in ("sum", "mean"):
+            return f"a {eqn.kwargs['op']} is sent as {eqn.kwargs['dtype']}, but only a sum or mean may be"
+        if eqn.kwargs.get("between") is not None and not is_coded:
+            return "it has a format `between` hosts, but its terms are not sent as codes"
         return super().problem(eqn, axes)
 
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         return super().varies(eqn, axes_of) - {*members(self.axis(eqn))}
 
     def is_reduced_by_ranks(self, eqn: Eqn) -> bool:
-        return is_reduced_by_ranks(eqn.kwargs["op"], wire_dtype(eqn, eqn.ins[0]))
+        return is_reduced_by_ranks(eqn.kwargs["op"], wire_format(eqn, eqn.ins[0]))
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum, mean, maximum or minimum of the terms, in the dtype of the result."""
@@ -249,7 +291,7 @@ class Reduction(Start):
     def sends_without_copy(self, eqn: Eqn, index: int, sizes: Sizes) -> bool:
         """Whether a member has a message of its own, and needs neither a cast nor padding."""
         member = eqn.ins[index]
-        if wire_dtype(eqn, member) != member.dtype:
+        if wire_format(eqn, member) != Uncoded(member.dtype):
             return False
         split = eqn.results[index].split
         if split is not None:
@@ -275,6 +317,12 @@ class ReduceScatter(Reduction):
         # A view would keep the whole total alive.
         return [cut(total, split, len(terms), rank).clone() for rank in range(len(terms))]
 
+    def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
+        wire = wire_format(eqn, eqn.ins[index])
+        split = split_over(eqn.results[index], self.axis(eqn))
+        parts = [cut(term, split, ranks, rank) for rank in range(ranks)]
+        return torch.cat([_arrived_rows(wire, part, split.dim) for part in parts], split.dim)
+
     def result_layout(self, eqn: Eqn, index: int) -> Layout:
         """The layout of its member, and a split over the axis along the dim of the equation's result."""
         layout = super().result_layout(eqn, index)
@@ -295,7 +343,14 @@ class ReduceScatter(Reduction):
 
     def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
         """The terms of all ranks are read, and their sums are written."""
-        return sum(bytes_on_first_rank(v, sizes) for v in (*eqn.ins, *eqn.results))
+        terms = sum(bytes_on_first_rank(v, sizes) for v in (*eqn.ins, *eqn.results))
+        return self.decoding(eqn, sizes) or terms
+
+    def encoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        return _coding(eqn, eqn.ins, sizes)
+
+    def decoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        return _coding(eqn, eqn.results, sizes)
 
 
 class AllReduce(Reduction):
@@ -313,9 +368,13 @@ class AllReduce(Reduction):
         return reduce([_vector(elements, Partial(axis, "sum"))], ["y"], axis, "sum", None)
 
     def total(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The total, rounded to the dtype of the wire, in which its parts are gathered."""
-        wire = wire_dtype(eqn, eqn.ins[index])
-        return ops.reduce(terms, eqn.kwargs["op"], wire).to(eqn.results[index].dtype)
+        """The total of the terms, whose parts are gathered in the format of the wire."""
+        wire = wire_format(eqn, eqn.ins[index])
+        total = ops.reduce(terms, eqn.kwargs["op"], wire.sum_dtype)
+        return _arrived_parts(wire, total, len(terms), eqn.results[index].dtype)
+
+    def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
+        return _arrived_parts(wire_format(eqn, eqn.ins[index]), term, ranks)
 
     def is_exchanged(self, eqn: Eqn, ranks: int, gloo: bool) -> bool:
         return self.is_reduced_by_ranks(eqn)
@@ -323,7 +382,7 @@ class AllReduce(Reduction):
     def halves(self, eqn: Eqn) -> tuple[Eqn, Eqn] | None:
         if not self.is_reduced_by_ranks(eqn):
             return None
-        gather_kwargs = {name: value for name, value in eqn.kwargs.items() if name != "op"}
+        gather_kwargs = {"dtype": eqn.kwargs["dtype"], "axis": self.axis(eqn)}
         scatter = eqn.replace(op=REDUCE_SCATTER)
         return scatter, eqn.replace(op=ALL_GATHER, kwargs=gather_kwargs)
 
@@ -336,6 +395,17 @@ class AllReduce(Reduction):
     def sent_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
         is_in_place = sizes[self.axis(eqn)] > 2 and not self.is_reduced_by_ranks(eqn)
         return 0 if is_in_place else super().sent_bytes(eqn, sizes)
+
+    def encoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The terms are encoded, and then this rank's part of the total."""
+        return _coding(eqn, eqn.ins, sizes) + _coding(eqn, (), sizes, 1 / sizes[self.axis(eqn)])
+
+    def decoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The terms of this rank's part are decoded, and then the parts of the total."""
+        return _coding(eqn, (), sizes) + _coding(eqn, eqn.results, sizes)
+
+    def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
+        return self.decoding(eqn, sizes)
 
 
 class AllToAll(Start):
@@ -356,6 +426,8 @@ class AllToAll(Start):
 
     def problem(self, eqn: Eqn, axes: Sizes) -> str | None:
         axis = self.axis(eqn)
+        if isinstance(eqn.kwargs["dtype"], Coded):
+            return f"an all_to_all sends no codes, such as {eqn.kwargs['dtype']}"
         for member, out in zip(eqn.ins, eqn.results):
             cuts = on_axis(member.layout, axis), on_axis(out.layout, axis)
             if not all(isinstance(cut, Split) for cut in cuts) or cuts[0] == cuts[1]:
@@ -401,7 +473,7 @@ class AllToAll(Start):
             return False
         shape = local_shape(member, sizes, dict.fromkeys(sizes, 0))
         is_contiguous = math.prod(shape[: to.dim]) == 1
-        same_dtype = wire_dtype(eqn, member) == member.dtype
+        same_dtype = wire_format(eqn, member) == Uncoded(member.dtype)
         return is_contiguous and same_dtype and is_sent_alone(eqn, index, sizes)
 
 
@@ -474,6 +546,8 @@ class Rows(Row):
         return [row[None] for row in terms]
 
 
+# The dtypes that become codes.
+_CODED = (torch.float32, *HALF)
 # Neither gloo nor NCCL reduces these dtypes, and PyTorch does not add the unsigned ones: each has a wider one to send.
 _WIDER_DTYPES = {
     torch.int16: torch.int32,
@@ -487,6 +561,30 @@ def _may_become(member: torch.dtype, result: torch.dtype) -> bool:
     are_floats = member.is_floating_point and result.is_floating_point
     are_complex = member.is_complex and result.is_complex
     return member == result or are_floats or are_complex
+
+
+def _arrived_rows(
+    wire: Format, part: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """What arrives of one rank's part of a member, which is sent with the split dim first."""
+    return wire.arrived(part.movedim(dim, 0), dtype).movedim(0, dim)
+
+
+def _arrived_parts(
+    wire: Format, value: torch.Tensor, ranks: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """What arrives of a value that is sent in a part for each rank, in the order of its elements."""
+    flat = value.reshape(-1)
+    parts = flat.split(max(chunk(len(flat), ranks), 1))
+    return torch.cat([wire.arrived(part, dtype) for part in parts]).view(value.shape)
+
+
+def _coding(eqn: Eqn, values: Sequence[Var], sizes: Sizes, share: float = 1.0) -> int:
+    """The bytes of values, and of a share of all codes; 0 if the equation sends no codes."""
+    if not wire_format(eqn, eqn.ins[0]).is_coded:
+        return 0
+    codes = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
+    return int(codes * share) + sum(bytes_on_first_rank(v, sizes) for v in values)
 
 
 def _vector(elements: int, placement: Split | Partial) -> Var:
@@ -551,7 +649,7 @@ def reduce(
     axis: str,
     op: str,
     to: Split | None,
-    dtype: torch.dtype | None = None,
+    dtype: WireFormat | None = None,
     result: torch.dtype | None = None,
     **eqn: Any,
 ) -> Eqn:
@@ -566,8 +664,8 @@ def reduce(
         axis: the mesh axis.
         op: "sum", "mean", "max" or "min". A maximum or minimum is NaN if one term is.
         to: the split of the results over `axis`, or None for whole ones.
-        dtype: the dtype of the terms in messages, by default their own. Integers that no backend reduces are sent in a
-            wider one.
+        dtype: the dtype or format of the terms in messages, by default their own dtype. Integers that no backend
+            reduces are sent in a wider one.
         result: the dtype of the results, by default that of the terms.
         eqn: other fields of the equation, as of `all_gather`; with `hint="reduce"`, a plan may move it.
 
@@ -739,11 +837,11 @@ class BucketKey(NamedTuple):
     operation: object
     axis: str
     role: str
-    dtype: torch.dtype | None  # of the message; None if it is the members' own
+    dtype: WireFormat | None  # of the message; None if it is the members' own
     split_dims: tuple[int, ...]
     # Of reductions only: gathers of several dtypes are sent as bytes (see `in_bytes`).
-    wire_dtype: torch.dtype | None = None
-    host_sum_dtype: torch.dtype | None = None
+    wire_format: Format | None = None
+    host_sum_format: Format | None = None
     member_dtype: torch.dtype | None = None
     result_dtype: torch.dtype | None = None
     reduction: str = ""
@@ -788,8 +886,8 @@ def bucket_key(start: Eqn) -> BucketKey:
     if rules(start).moves:
         return key
     return key._replace(
-        wire_dtype=wire_dtype(start, member),
-        host_sum_dtype=host_sum_dtype(start, member),
+        wire_format=wire_format(start, member),
+        host_sum_format=host_sum_format(start, member),
         member_dtype=member.dtype,
         result_dtype=future.dtype,
         reduction=start.kwargs["op"],
@@ -807,7 +905,7 @@ def in_bytes(start: Eqn) -> Eqn:
     >>> in_bytes(all_gather([codes, scales], ["c", "s"], "dp")).ins
     (codes: u8[4@dp,2,1], scales: u8[4@dp,1,4])
     """
-    wires = {wire_dtype(start, v) for v in start.ins}
+    wires = {wire_format(start, v) for v in start.ins}
     if len(wires) == 1 or not rules(start).moves:
         return start
     members = [_bytes_of(v) for v in start.ins]

@@ -23,6 +23,7 @@ from .higher_order import Function, functions
 from .op_facts import op_facts
 from .source import Source
 from .structure import elements
+from .wire_format import WireFormat, format_of
 
 WIDTH = 119  # the columns of a printed line, 120 with the sign of a difference before it
 _MARGIN = 90  # the column of the user's line, if every line of the program has room for it there
@@ -308,10 +309,10 @@ def _is_bucket(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(v, Var) for v in x)
 
 
-def _folded(x: Any, wire: torch.dtype | None) -> str:
+def _folded(x: Any, wire: WireFormat | None) -> str:
     """An argument in its shortest form. A list of values folds, with the bytes of all of them."""
     if _is_bucket(x):
-        size = sum(v.numel * (wire or v.dtype).itemsize for v in x)
+        size = sum(format_of(wire or v.dtype).nbytes(v.numel) for v in x)
         return f"[{fold([v.name for v in x], f': {format_bytes(size)}')}]"
     if isinstance(x, Mapping):
         return f"{{... {len(x)} options}}"

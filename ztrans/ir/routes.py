@@ -23,18 +23,17 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from .collectives import (
     LARGE_MEMBER,
     MOST_RANKS_OF_EXCHANGE,
     buffer_bytes,
-    host_sum_dtype,
+    host_sum_format,
     rules,
-    wire_dtype,
+    wire_format,
 )
-from .graph import DTYPES, Eqn
+from .graph import Eqn
 from .rules import ALL_TO_ALL_KIND, Sizes
+from .wire_format import Format
 
 EXCHANGE = "exchange"
 RING = "ring"
@@ -145,26 +144,27 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
 
 def is_gathered_whole(eqn: Eqn, sizes: Sizes) -> bool:
     """Whether NCCL gathers the whole terms of an all_reduce, because they are short and the ranks must reduce them."""
-    if rules(eqn).halves(eqn) is None:
+    if rules(eqn).halves(eqn) is None or wire_format(eqn, eqn.ins[0]).is_coded:
         return False
     total = sum(buffer_bytes(eqn, k, sizes) for k in range(len(eqn.outs)))
     return total * sizes[eqn.kwargs["axis"]] <= LARGE_MEMBER * MOST_RANKS_OF_EXCHANGE
 
 
-def share_of_exchange(hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype) -> float:
+def share_of_exchange(hosts: Hosts, wire: Format, host_format: Format) -> float:
     """The share of the terms of a hierarchical reduction that one call exchanges inside a host on GPUs.
 
     With this share, the buffers of a call and the sums of the host need no more memory than the received terms of a
     plain exchange. A single term for one host is sent in place, so it may be larger.
     """
     received = (hosts.ranks - 1) / hosts.ranks
-    sums = host_dtype.itemsize / wire.itemsize / hosts.local
+    sums = host_format.bytes_per_element / wire.bytes_per_element / hosts.local
     return max(received - sums, 0.0) / 2
 
 
 def exchanges_inside(eqn: Eqn, hosts: Hosts) -> int:
     """About how many calls a hierarchical reduction on GPUs needs to exchange its terms inside a host."""
-    share = share_of_exchange(hosts, wire_dtype(eqn, eqn.ins[0]), host_sum_dtype(eqn, eqn.ins[0]))
+    member = eqn.ins[0]
+    share = share_of_exchange(hosts, wire_format(eqn, member), host_sum_format(eqn, member))
     return min(hosts.count, math.ceil(1 / share)) if share else hosts.count
 
 
@@ -174,21 +174,22 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
     local = hosts.local if hosts.even else 1  # ranks that reach each other inside a host
     spans_hosts = hosts.count > 1
     reduces = not rules(eqn).moves
-    wire = wire_dtype(eqn, eqn.ins[0])
+    wire = wire_format(eqn, eqn.ins[0])
     received = rules(eqn).wire_bytes(eqn, sizes)
 
     if not is_exchanged:
         between = _ring_bytes_between(received, hosts)
         backend = "gloo" if gloo else "NCCL"
-        work = f"reduces {DTYPES.get(wire, wire)} on the way" if reduces else "gathers"
+        work = f"reduces {wire} on the way" if reduces else "gathers"
         return Route(RING, f"{backend} {work}", received - between, between)
 
     all_bytes = received * ranks / max(ranks - 1, 1)
-    host_dtype = host_sum_dtype(eqn, eqn.ins[0]) if reduces else wire
+    host_format = host_sum_format(eqn, eqn.ins[0]) if reduces else wire
     # The shares of all bytes that come from other hosts, if each rank sends its part there, or if each host sends one.
     flat_share = (ranks - local) / ranks if spans_hosts else 0.0
-    hierarchical_share = (hosts.count - 1) / ranks * host_dtype.itemsize / wire.itemsize
-    reason = _why_not_hierarchical(hosts, wire, host_dtype, hierarchical_share < flat_share)
+    widening = host_format.bytes_per_element / wire.bytes_per_element
+    hierarchical_share = (hosts.count - 1) / ranks * widening
+    reason = _why_not_hierarchical(hosts, wire, host_format, hierarchical_share < flat_share)
     if spans_hosts and rules(eqn).kind == ALL_TO_ALL_KIND:
         reason = "each rank needs other elements, so no rank can pass them on"
     if reason is not None:
@@ -197,7 +198,7 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
 
     reason = f"{hierarchical_share:.0%} of the bytes come from other hosts, not {flat_share:.0%}"
     if reduces:
-        precision = f", sent in {DTYPES.get(host_dtype, host_dtype)}" if host_dtype != wire else ""
+        precision = f", sent in {host_format}" if host_format != wire else ""
         reason = f"sums inside each of {hosts.count} hosts first{precision}: {reason}"
     else:
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
@@ -212,13 +213,13 @@ def _ring_bytes_between(received: float, hosts: Hosts) -> float:
 
 
 def _why_not_hierarchical(
-    hosts: Hosts, wire: torch.dtype, host_dtype: torch.dtype, saves_bytes: bool
+    hosts: Hosts, wire: Format, host_format: Format, saves_bytes: bool
 ) -> str | None:
     """Why an exchange is not hierarchical, or None if it is.
 
     Args:
         hosts: the hosts of its ranks.
-        wire, host_dtype: the dtypes of the terms, and of the sums of hosts.
+        wire, host_format: how the terms are sent, and the sums of hosts.
         saves_bytes: whether a hierarchical exchange sends fewer bytes between hosts.
     """
     if hosts.count == 1:
@@ -228,6 +229,6 @@ def _why_not_hierarchical(
     if hosts.local == 1:
         return "one rank on each host"
     if not saves_bytes:
-        terms = f"its {hosts.local} terms in {DTYPES.get(wire, wire)}"
-        return f"the sum of a host in {DTYPES.get(host_dtype, host_dtype)} has as many bytes as {terms}"
+        terms = f"its {hosts.local} terms in {wire}"
+        return f"the sum of a host in {host_format} has as many bytes as {terms}"
     return None

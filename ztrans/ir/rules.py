@@ -150,8 +150,12 @@ class Rules:
         """The bytes of the receive buffer of a member; a gather receives into the whole value."""
         return 0
 
+    def value_bytes(self, eqn: Eqn, index: int, sizes: Sizes) -> int:
+        """The bytes of the value of a member after the wait: of its receive buffer, if the value stays there."""
+        return 0
+
     def unpacked_bytes(self, eqn: Eqn, sizes: Sizes) -> int:
-        """The bytes of the buffer that receives the members that are packed together.
+        """The bytes of the buffer that receives the members that are packed together, or sent as codes.
 
         They are copied out of it: on a GPU as soon as they arrive, on a CPU at the wait for the first of them.
         """
@@ -159,6 +163,14 @@ class Rules:
 
     def unpacking_traffic(self, eqn: Eqn, sizes: Sizes) -> int:
         """The bytes that are read and written to turn the received bytes into values."""
+        return 0
+
+    def encoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The bytes that are read and written to encode members; 0 if they are not sent as codes."""
+        return 0
+
+    def decoding(self, eqn: Eqn, sizes: Sizes) -> int:
+        """The bytes that are read and written to decode what arrives; 0 if no codes do."""
         return 0
 
 
@@ -169,12 +181,13 @@ class Memberwise(Rules):
         eqn = eqns[0]
         results = []
         for index in range(len(eqn.outs)):
-            terms = [self.as_sent(eqn, env[eqn.ins[index]]) for env in values]
+            member = eqn.ins[index]
+            terms = [self.as_sent(eqn, index, env[member], len(values)) for env in values]
             results.append(self.member(eqn, index, terms))
         return list(zip(*results))
 
-    def as_sent(self, eqn: Eqn, term: torch.Tensor) -> torch.Tensor:
-        """The value of one argument on one rank, in the dtype of the wire."""
+    def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Argument `index` of one of so many ranks, as it arrives at the others."""
         return term
 
     def member(self, eqn: Eqn, index: int, terms: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from ..ir.collectives import rules
 from ..ir.graph import Eqn, Graph, Primitive, Var, dce, producers, rename, substitute
 from ..ir.marks import MARKS
@@ -24,7 +26,7 @@ def erase_marks(graph: Graph) -> Graph:
 def erase_trivial(graph: Graph) -> Graph:
     """Replace each collective over an axis of one rank, which moves nothing, by its members.
 
-    They are cast as if they were sent.
+    They are cast as if they were sent, but not encoded.
     """
     trivial = {axis for axis, size in graph.axes.items() if size == 1}
     if not trivial:
@@ -50,7 +52,7 @@ def _casts(member: Var, out: Var, start: Eqn) -> list[Eqn]:
     """The casts of a member to the dtype of the wire, and then to the dtype of its result."""
     casts: list[Eqn] = []
     for dtype in (start.kwargs.get("dtype"), out.dtype):
-        if dtype is None or dtype == member.dtype:
+        if not isinstance(dtype, torch.dtype) or dtype == member.dtype:
             continue
         name = f"{out.base_name}.{str(dtype).removeprefix('torch.')}"
         value = Var(name, dtype, member.shape, member.layout)

@@ -33,17 +33,17 @@ from ..ir.collectives import (
     MOST_RANKS_OF_EXCHANGE,
     REDUCE_SCATTER,
     buffer_bytes,
-    host_sum_dtype,
+    host_sum_format,
     in_bytes,
     is_reduced_by_ranks,
     is_sent_alone,
     rules,
-    wire_dtype,
+    wire_format,
 )
 from ..ir.graph import Eqn, Primitive, Split, Var
 from ..ir.layout import chunk, local_shape, on_axis, part, without
 from ..ir.routes import EXCHANGE, HIERARCHICAL, RING, Hosts, route_of
-from ..ops.cast_pack import reference as pack
+from ..ir.wire_format import Format, Shaped
 from .channels import Channel, Work
 from .hierarchical import (
     HierarchicalMessage,
@@ -167,8 +167,9 @@ class Start(torch.nn.Module):
         outs: the values of the members after the wait.
         dim: the dim along which the members, or the values, are split; in an all_to_all the values.
         from_dim: the dim along which the members are split, or else `dim`. It differs from `dim` in an all_to_all.
-        wire: the dtype of the messages.
-        partial: the dtype in which hosts send their sums to each other.
+        format: how members are sent.
+        wire: the dtype of the elements of a message: bytes, if members are sent as codes.
+        host_format: how hosts send their sums to each other.
         reduction_of_hosts: the reduction that each host computes and sends to the others, with two levels.
         divisor: the number by which a sum is divided to give the mean.
         way: the way of the messages between ranks (see `ir.routes`).
@@ -206,16 +207,16 @@ class Start(torch.nn.Module):
         value_dim = _split_dim(eqn.out, axis)
         self.dim = next((dim for dim in (value_dim, member_dim) if dim is not None), 0)
         self.from_dim = self.dim if member_dim is None else member_dim
-        self.wire = wire_dtype(eqn, eqn.ins[0])
+        self.format = self.host_format = wire_format(eqn, eqn.ins[0])
+        self.wire = self.format.carrier
         self.is_reduced_by_ranks = False
-        self.partial = self.wire
         if self.reduction:
-            self.is_reduced_by_ranks = is_reduced_by_ranks(self.reduction, self.wire)
-            self.partial = host_sum_dtype(eqn, eqn.ins[0])
+            self.is_reduced_by_ranks = is_reduced_by_ranks(self.reduction, self.format)
+            self.host_format = host_sum_format(eqn, eqn.ins[0])
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way
-        self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.partial)
+        self.reduction_of_hosts = reduction_of_hosts(self.reduction, self.host_format)
         self.divisor = self._divisor(hosts, route.way == HIERARCHICAL)
         self.gather_way = route.gather_way or route.way
         self.transport: Any = route if hosts.count > 1 and route.way != RING else None
@@ -261,7 +262,7 @@ class Start(torch.nn.Module):
         return self.channel.group
 
     def extra_repr(self) -> str:
-        text = f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.wire}"
+        text = f"{self.collective}, ranks={self.size}, members={len(self.outs)}, wire={self.format}"
         return f"{text}, by={self.transport}" if self.transport else text
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
@@ -299,16 +300,24 @@ class Start(torch.nn.Module):
 
     def _gather(self, ks: list[int], shards: Sequence[torch.Tensor]) -> InProgress:
         sizes = [self.part_sizes[k] for k in ks]
-        received = shards[0].new_empty(self.size, sum(sizes), dtype=self.wire)
-        mine = received[self.rank]
-        pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
+        received = self._new_rows(self.size, sizes, shards[0])
+        mine = received[self.rank : self.rank + 1]
+        self.format.pack([shard.movedim(self.dim, 0) for shard in shards], sizes, 1, mine)
         works = self._send_parts(received, self._tags_of_parts())
 
         def finish() -> list[torch.Tensor]:
-            shapes = [self.shapes[k] for k in ks]
-            return [self._dim_back(x) for x in ops.unpack(received, sizes, shapes, self.size)]
+            outs = [Shaped(self.shapes[k], self.outs[k].dtype) for k in ks]
+            return [self._dim_back(x) for x in self.format.unpack(received, sizes, outs)]
 
         return works, finish
+
+    def _new_rows(
+        self, ranks: int, sizes: Sequence[int], like: torch.Tensor, to: Format | None = None
+    ) -> torch.Tensor:
+        """An empty buffer with a row for each rank, for parts of so many elements, sent as members are or as `to`."""
+        sent = to or self.format
+        nbytes = sum(map(sent.nbytes, sizes))
+        return like.new_empty(ranks, nbytes // sent.carrier.itemsize, dtype=sent.carrier)
 
     def _tags_of_parts(self) -> list[int]:
         """The tags of a gather whose parts the ranks exchange; empty if the backend gathers."""
@@ -332,33 +341,32 @@ class Start(torch.nn.Module):
     # ---- reductions to parts
 
     def _scatter(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
-        rows = []
-        for k, term in zip(ks, terms):
-            rows.append(self._by_rank(term.movedim(self.dim, 0), self.part_sizes[k]))
-        send = torch.cat(rows, 1) if len(rows) > 1 else self._unshared(rows[0], ks[0], terms[0])
-        pieces, works = self._all_to_all(send)
+        sizes = [self.part_sizes[k] for k in ks]
+        send = self._rows(ks, [term.movedim(self.dim, 0) for term in terms], sizes)
+        pieces, works = self._all_to_all(send, sizes)
 
         def finish() -> list[torch.Tensor]:
-            sum_buffer = self._sum_buffer(pieces)
-            values = []
-            offset = 0
-            for k in ks:
-                shape = self.part_shape(k)
-                span = slice(offset, offset + math.prod(shape))
-                parts = [piece[span] for piece in pieces]
-                result = None if sum_buffer is None else sum_buffer[span]
-                value = ops.reduce(parts, self.reduction, self.outs[k].dtype, result, self.divisor)
-                values.append(self._dim_back(value.view(shape)))
-                offset += self.part_sizes[k]
-            return values
+            outs = [Shaped(self.part_shape(k), self.outs[k].dtype) for k in ks]
+            return [self._dim_back(x) for x in self._totals(pieces, sizes, outs)]
 
         return works, finish
 
-    def _all_to_all(self, send: torch.Tensor) -> tuple[list[torch.Tensor], Sequence[Work]]:
+    def _rows(
+        self, ks: list[int], terms: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """The send buffer of terms: a row for each rank, with a part of so many elements of each term."""
+        if len(terms) > 1 or self.format.is_coded:
+            rows = self._new_rows(self.size, sizes, terms[0])
+            return self.format.pack(terms, sizes, self.size, rows)
+        return self._unshared(self._by_rank(terms[0], sizes[0]), ks[0], terms[0])
+
+    def _all_to_all(
+        self, send: torch.Tensor, sizes: Sequence[int]
+    ) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Send row r of `send` to rank r. Returns the rows, or sums of hosts, that arrive, and the work in progress."""
         if self.way == HIERARCHICAL:
-            reduction = self.reduction_of_hosts
-            return exchange_sums(self.channel, self.rank, send, reduction, self.partial)
+            sum_terms = functools.partial(self._sum_of_host, sizes)
+            return exchange_sums(self.channel, self.rank, send, sum_terms)
         if not self.is_gloo:  # another backend for CPUs, such as MPI
             received = torch.empty_like(send)
             buffers = _bytes(received), _bytes(send)
@@ -368,6 +376,26 @@ class Start(torch.nn.Module):
         rows = list(send)
         pieces = [row if r == self.rank else torch.empty_like(row) for r, row in enumerate(rows)]
         return pieces, self.channel.exchange(rows, pieces)
+
+    def _sum_of_host(
+        self, sizes: Sequence[int], terms: Sequence[torch.Tensor], memory: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum of the terms of this host, as it is sent to others. It may overwrite `memory`, which is a term."""
+        reduction = self.reduction_of_hosts
+        if not self.format.is_coded:
+            return ops.reduce(terms, reduction, self.host_format.carrier, memory)
+        outs = [Shaped((size,), self.format.sum_dtype) for size in sizes]
+        sums = self.format.totals(terms, sizes, outs, reduction, len(terms))
+        row = self._new_rows(1, sizes, sums[0], self.host_format)
+        return self.host_format.pack(sums, sizes, 1, row)[0]
+
+    def _totals(
+        self, pieces: Sequence[torch.Tensor], sizes: Sequence[int], outs: Sequence[Shaped]
+    ) -> list[torch.Tensor]:
+        """The totals of this rank's parts, from the terms of all ranks or the sums of all hosts."""
+        arrived = self.host_format if self.way == HIERARCHICAL else self.format
+        memory = self._sum_buffer(pieces)
+        return arrived.totals(pieces, sizes, outs, self.reduction, self.divisor, memory)
 
     def _sum_buffer(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The received piece that the sum may overwrite, or None if all pieces share one buffer.
@@ -458,18 +486,21 @@ class Start(torch.nn.Module):
     # ---- reductions to whole values
 
     def _reduce(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
+        nbytes = sum(self.format.nbytes(term.numel()) for term in terms)
+        is_whole = self.is_gloo and _is_exchanged_whole(self.format, nbytes, self.size)
+        if self.is_reduced_by_ranks and not is_whole:
+            return self._reduce_parts(ks, terms)
+
         flat = [term.to(self.wire).contiguous().view(-1) for term in terms]
         send = torch.cat(flat) if len(flat) > 1 else self._unshared(flat[0], ks[0], terms[0])
         works: Sequence[Work]
-        if self.is_gloo and _is_exchanged_whole(send.nbytes, self.size):
+        if is_whole:
             # Every rank receives all terms, and adds them in rank order. Between two ranks, a ring would send as much.
             pieces = [send if r == self.rank else torch.empty_like(send) for r in range(self.size)]
             works = self.channel.exchange([send] * self.size, pieces)
 
             def reduced() -> torch.Tensor:
                 return ops.reduce(pieces, self.reduction, self.wire, self._sum_buffer(pieces))
-        elif self.is_reduced_by_ranks:
-            works, reduced = self._reduce_parts(send)
         else:
             # The all_reduce overwrites what it sends.
             total = send.clone() if _is_same_memory(send, terms[0]) else send
@@ -492,29 +523,23 @@ class Start(torch.nn.Module):
         is_of_bools = self.wire == torch.bool and self.reduction in ("sum", "mean")
         return REDUCE_OPS["max" if is_of_bools else self.reduction]
 
-    def _reduce_parts(
-        self, terms: torch.Tensor
-    ) -> tuple[Sequence[Work], Callable[[], torch.Tensor]]:
-        """Reduce one part of a flat term on each rank, then gather the parts.
+    def _reduce_parts(self, ks: list[int], terms: Sequence[torch.Tensor]) -> InProgress:
+        """Reduce one part of each term on each rank, then gather the parts.
 
         Each rank receives as many bytes as in a ring.
-
-        Returns: the work in progress, and a function that returns the total when the work is done.
         """
-        numel = terms.numel()
-        part_size = chunk(numel, self.size)
-        pieces, works = self._all_to_all(self._by_rank(terms, part_size))
+        sizes = [chunk(term.numel(), self.size) for term in terms]
+        pieces, works = self._all_to_all(self._rows(ks, terms, sizes), sizes)
         tags = self._tags_of_parts()
-        totals: list[torch.Tensor] = []
+        gathered: list[torch.Tensor] = []
 
         def begin_gather() -> Sequence[Work]:
-            total = ops.reduce(
-                pieces, self.reduction, self.wire, self._sum_buffer(pieces), self.divisor
-            )
+            outs = [Shaped((size,), self.format.sum_dtype) for size in sizes]
+            totals = self._totals(pieces, sizes, outs)
             pieces.clear()  # so that the buffer below can reuse their memory
-            received = total.new_empty(self.size, part_size)
-            received[self.rank].copy_(total)
-            totals.append(received)
+            received = self._new_rows(self.size, sizes, totals[0])
+            self.format.pack(totals, sizes, 1, received[self.rank : self.rank + 1])
+            gathered.append(received)
             return self._send_parts(received, tags)
 
         if self.way == HIERARCHICAL:
@@ -522,7 +547,12 @@ class Start(torch.nn.Module):
             cast(HierarchicalMessage, message).then(begin_gather)
         else:
             message = HierarchicalMessage(self.channel, works, begin_gather)
-        return [message], lambda: totals.pop().view(-1)[:numel]
+
+        def finish() -> list[torch.Tensor]:
+            outs = [Shaped(self.shapes[k], self.outs[k].dtype) for k in ks]
+            return self.format.unpack(gathered.pop(), sizes, outs)
+
+        return [message], finish
 
 
 # The call that starts one message of each collective.
@@ -534,8 +564,10 @@ CALLS: Mapping[Primitive, Callable[[Start, list[int], Sequence[torch.Tensor]], I
 }
 
 
-def _is_exchanged_whole(nbytes: int, ranks: int) -> bool:
+def _is_exchanged_whole(sent: Format, nbytes: int, ranks: int) -> bool:
     """Whether the ranks of an all_reduce over gloo send each other their whole terms of `nbytes` each."""
+    if sent.is_coded:  # the blocks of a part are codes of their own
+        return False
     return ranks == 2 or (ranks <= MOST_RANKS_OF_EXCHANGE and nbytes <= LARGE_MEMBER)
 
 
@@ -592,8 +624,9 @@ def has_second_level_at_wait(mesh: DeviceMesh, eqn: Eqn, sizes: Mapping[str, int
     route = route_of(eqn, sizes, channel.hosts, True)
     if route.gather_way is None:
         return route.way == HIERARCHICAL
+    sent = wire_format(eqn, eqn.ins[0])
     for ks in message_groups(eqn, sizes):
         nbytes = sum(buffer_bytes(eqn, k, sizes) for k in ks)
-        if not _is_exchanged_whole(nbytes, channel.hosts.ranks):
+        if not _is_exchanged_whole(sent, nbytes, channel.hosts.ranks):
             return True
     return False

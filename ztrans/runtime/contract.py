@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from ..ir.cached_analysis import cached_on_graph
-from ..ir.collectives import buffer_bytes, is_start, role, wire_dtype
+from ..ir.collectives import buffer_bytes, is_start, role, wire_format
 from ..ir.graph import DTYPES, Eqn, Graph, Var, variables
 from ..ir.higher_order import Function
 from ..ir.nested import instances
@@ -204,8 +204,10 @@ def _message(graph: Graph, start: Eqn) -> str:
     kind = op_name(start.op)
     if start.kwargs.get("op"):
         kind = f"{kind} {start.kwargs['op']}"
-    wires = dict.fromkeys(wire_dtype(start, v) for v in start.ins)
-    wire = " and ".join(DTYPES.get(dtype, "") for dtype in wires)
+    wires = dict.fromkeys(str(wire_format(start, v)) for v in start.ins)
+    wire = " and ".join(wires)
+    if start.kwargs.get("between") is not None:
+        wire = f"{wire}, between hosts as {start.kwargs['between']},"
     return f"{kind} over {start.kwargs['axis']} as {wire} of {', '.join(members)}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import ops
+from ..ir.wire_format import Format
 from .channels import Channel, Work
 
 
@@ -78,20 +78,23 @@ class HierarchicalMessage:
                 work.wait()
 
 
-def reduction_of_hosts(reduction: str, partial: torch.dtype) -> str:
-    """The reduction inside each host, whose result is sent to other hosts in the dtype `partial`.
+def reduction_of_hosts(reduction: str, sent: Format) -> str:
+    """The reduction inside each host, whose result is sent to other hosts as `sent`.
 
     For a mean, hosts send sums, and the total is divided once; in fp16 a sum could overflow, so hosts send means.
     """
-    return "sum" if reduction == "mean" and partial != torch.float16 else reduction
+    return "sum" if reduction == "mean" and sent.carrier != torch.float16 else reduction
 
 
 def exchange_sums(
-    channel: Channel, rank: int, rows: torch.Tensor, reduction: str, partial: torch.dtype
+    channel: Channel,
+    rank: int,
+    rows: torch.Tensor,
+    sum_terms: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor],
 ) -> tuple[list[torch.Tensor], Sequence[Work]]:
-    """Sum each row r over the ranks of this host, and send the sum to rank r, in the dtype `partial`.
+    """Sum each row r over the ranks of this host by `sum_terms`, and send the sum to rank r.
 
-    `reduction` may be another one than a sum (see `reduction_of_hosts`).
+    `sum_terms(terms, memory)` returns the sum as it is sent. It may overwrite `memory`, which is one of the terms.
 
     On 2 hosts of 2 ranks, rank 1 receives the terms of rank 0 for ranks 1 and 3, and adds its own. It keeps the sum for
     itself, and sends the other one to rank 3. So between hosts, each byte of a sum is sent once.
@@ -122,9 +125,9 @@ def exchange_sums(
         while received:
             terms = received[0]
             # The sum overwrites a received term, because this rank's own may belong to the caller.
-            out = terms[1] if local_rank == 0 else terms[0]
-            sums_here.append(ops.reduce(terms, reduction, partial, out))
-            del received[0], terms, out  # the next sums reuse their memory
+            memory = terms[1] if local_rank == 0 else terms[0]
+            sums_here.append(sum_terms(terms, memory))
+            del received[0], terms, memory  # the next sums reuse their memory
         for k, sum_here in enumerate(sums_here):
             sums.append(sum_here if k == host else torch.empty_like(sum_here))
         return channel.exchange(sums_here, sums, peers, tag)

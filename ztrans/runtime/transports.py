@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.collectives import is_reduced_by_ranks, is_start, lane, rules, wire_dtype
+from ..ir.collectives import is_reduced_by_ranks, is_start, lane, rules, wire_format
 from ..ir.graph import Eqn, Graph, Primitive
 from ..ir.printer import format_bytes, format_seconds
 from ..ir.routes import HIERARCHICAL, Route, is_gathered_whole, route_of
 from ..ir.rules import Sizes
+from ..ir.wire_format import Format
 from ..ops import HALF
 from .agreement import everywhere
 from .channels import Channel
@@ -113,7 +114,8 @@ class StreamTransports(Transports):
             if isinstance(kind, str):
                 continue
             route = route_of(eqn, sizes, channel.hosts, gloo=False)
-            has_two = _has_two_ways(eqn.kwargs.get("op"), kind.wire, route)
+            wire = wire_format(eqn, eqn.ins[0])
+            has_two = _has_two_ways(eqn.kwargs.get("op"), wire, route)
             if has_two and not is_gathered_whole(eqn, sizes):
                 kinds.append((channel, kind))
         self.streams.symmetric.reserve(kinds, functools.partial(everywhere, mesh=mesh))
@@ -129,6 +131,11 @@ class StreamTransports(Transports):
     ) -> Start:
         if channel is None:
             return super().start_module(eqn, sizes, coordinates, channel, lanes)
+        if wire_format(eqn, eqn.ins[0]).is_coded:
+            raise NotImplementedError(
+                f"ztrans: GPUs send no codes yet, so {eqn.out.base_name} cannot be sent as {eqn.kwargs['dtype']}.\n"
+                f"Leave out quantize_gathers and quantize_grads on GPUs."
+            )
         symmetric = self.streams.symmetric
         kind = message_kind(eqn, sizes, lanes)
 
@@ -141,7 +148,7 @@ class StreamTransports(Transports):
 
         collective: Any = eqn.op
         reduction = eqn.kwargs.get("op")
-        wire = wire_dtype(eqn, eqn.ins[0])
+        wire = wire_format(eqn, eqn.ins[0])
         route = route_of(eqn, sizes, channel.hosts, gloo=False)
         is_whole = is_gathered_whole(eqn, sizes)
         transport = choose_transport(collective, reduction, wire, times, route, is_whole)
@@ -220,20 +227,22 @@ def _starts(graph: Graph) -> list[Eqn]:
 def choose_transport(
     collective: Primitive,
     reduction: str | None,
-    wire: torch.dtype,
+    wire: Format,
     times: Callable[[], Times | str],
     route: Route | None = None,
     is_whole: bool = False,
 ) -> Transport:
-    """Choose what carries a collective, by its reduction, its dtype on the wire, and its route.
+    """Choose what carries a collective, by its reduction, how it is sent, and its route.
 
     With `is_whole`, ranks gather the whole terms of an all_reduce. `times` returns the seconds of each way, or why
     symmetric memory cannot be used. It is called only if both ways give the same bits.
 
     >>> from ztrans.ir import ALL_GATHER
-    >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: Times(12e-6, 21e-6, 2**20)))
+    >>> from ztrans.ir.wire_format import format_of
+    >>> bf16 = format_of(torch.bfloat16)
+    >>> print(choose_transport(ALL_GATHER, None, bf16, lambda: Times(12e-6, 21e-6, 2**20)))
     symmetric all_gather (moves bytes; 12.00 us for 1.00 MiB, NCCL 21.00 us)
-    >>> print(choose_transport(ALL_GATHER, None, torch.bfloat16, lambda: "ranks on 2 hosts"))
+    >>> print(choose_transport(ALL_GATHER, None, bf16, lambda: "ranks on 2 hosts"))
     nccl all_gather (moves bytes; no symmetric memory: ranks on 2 hosts)
     """
     work = _work(reduction, route)
@@ -243,7 +252,7 @@ def choose_transport(
         return Transport("hierarchical", collective.name, f"{work}; {route.reason}")
     if reduction is not None and not _has_two_ways(reduction, wire, route):
         if not is_reduced_by_ranks(reduction, wire):
-            dtype = str(wire).removeprefix("torch.")
+            dtype = str(wire.carrier).removeprefix("torch.")
             return Transport("nccl", collective.name, f"reduces {dtype} on the way")
         return Transport("all_to_all", collective.name, work)
     way: Way = "nccl" if reduction is None else "all_to_all"
@@ -261,12 +270,12 @@ def choose_transport(
     return Transport(way, collective.name, f"{work}; {figures}")
 
 
-def _has_two_ways(reduction: str | None, wire: torch.dtype, route: Route | None) -> bool:
+def _has_two_ways(reduction: str | None, wire: Format, route: Route | None) -> bool:
     """Whether symmetric memory gives the same bits as NCCL for a collective."""
     if reduction is None:  # it only moves bytes
         return True
     # NCCL itself would round half precision at every hop. So in both ways, ranks exchange terms and sum them in order.
-    sums_half = reduction in ("sum", "mean") and wire in HALF
+    sums_half = reduction in ("sum", "mean") and wire.carrier in HALF
     return sums_half and (route is None or route.way != HIERARCHICAL)
 
 

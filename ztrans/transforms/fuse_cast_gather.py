@@ -13,6 +13,7 @@ from ..ir.graph import Eqn, Graph, Var, users, variables
 from ..ir.op_facts import CAST, rearranges
 from ..ir.operations import compute
 from ..ir.rewriter import Rewriter
+from ..ir.wire_format import Coded
 from .base import Transform, constructor
 from .sharding.before_gathers import cast_before_gathers
 
@@ -21,7 +22,8 @@ from .sharding.before_gathers import cast_before_gathers
 def fuse_cast_gather() -> Transform:
     """Gather parameters in the dtype that the step uses: half the bytes for bf16, and the same bits.
 
-    A gather moves elements and a cast is elementwise, so the two commute. Casts also commute with views that rearrange
+    A gather moves elements and a cast is elementwise, so the two commute. A gather that sends codes goes on sending
+    them: they are decoded in the dtype that the step uses. Casts also commute with views that rearrange
     elements, but not with a view of the same bytes as another dtype. A gather is fused with the casts after it if every
     reader of the gathered value casts it to the same narrower dtype, directly or through such views.
 
@@ -57,7 +59,8 @@ class _FuseCastGather(Transform):
         narrow: dict[Var, Var] = {}  # the values that become narrower
         for e in graph.eqns:
             # A gather that already casts, or that sends a bucket, does not change.
-            if not rules(e).moves or e.kwargs["dtype"] is not None or len(e.outs) != 1:
+            is_cast = rules(e).moves and isinstance(e.kwargs["dtype"], torch.dtype)
+            if not rules(e).moves or is_cast or len(e.outs) != 1:
                 continue
             narrowing = _Narrowing(readers, outputs)
             dtype = narrowing.dtype_of(e)
@@ -79,9 +82,14 @@ def _retyped(e: Eqn, narrow: dict[Var, Var]) -> Eqn:
     """The equation with its results in their narrower dtype."""
     outs = tuple(None if out is None else narrow.get(out, out) for out in e.outs)
     e = e.replace(outs=outs)
-    if rules(e).moves:
+    if rules(e).moves and not is_sent_as_codes(e):
         e = e.replace(kwargs={**e.kwargs, "dtype": e.out.dtype})
     return e
+
+
+def is_sent_as_codes(gather: Eqn) -> bool:
+    """Whether a gather sends codes, and its value is wider than they are: eight-bit floats are sent as they are."""
+    return isinstance(gather.kwargs["dtype"], Coded) and gather.out.dtype.itemsize > 1
 
 
 class _Narrowing:

@@ -35,6 +35,7 @@ from ztrans.ir.collectives import (
 )
 from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
 from ztrans.ir.routes import Hosts, route_of
+from ztrans.ir.wire_format import format_of
 from ztrans.ops.symmetric import in_one_process
 from ztrans.planning.cluster import Link
 from ztrans.profiling.profile import Record, recorded
@@ -284,7 +285,11 @@ def test_the_choice_of_a_transport_prints_its_reason(kind, op, wire, text):
         torch.float16: Times(float("inf"), 20e-6, 2**28, copies=21e-6),
     }
     assert (
-        str(choose_transport(kind, op, wire, lambda: times.get(wire, Times(12e-6, 20e-6, 2**16))))
+        str(
+            choose_transport(
+                kind, op, format_of(wire), lambda: times.get(wire, Times(12e-6, 20e-6, 2**16))
+            )
+        )
         == text
     )
 
@@ -302,8 +307,9 @@ def test_between_hosts_half_precision_is_summed_inside_each_host_first(wire, hos
     by = route_of(
         reduce([term], ["f"], "dp", "mean", Split("dp")), {"dp": hosts.ranks}, hosts, gloo=False
     )
+    sent = format_of(wire)
     assert (
-        str(choose_transport(REDUCE_SCATTER, "mean", wire, lambda: "ranks on 2 hosts", by)) == text
+        str(choose_transport(REDUCE_SCATTER, "mean", sent, lambda: "ranks on 2 hosts", by)) == text
     )
 
 

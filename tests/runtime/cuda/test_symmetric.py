@@ -18,7 +18,7 @@ from tests.support.gloo_threads import on_threads
 from tests.support.mailbox import Group, Mailbox
 from tests.support.processes import run_ranks
 from tests.support.worlds import fake_mesh
-from ztrans.ir.collectives import all_gather, buffer_bytes, is_start, reduce, wire_dtype
+from ztrans.ir.collectives import all_gather, buffer_bytes, is_start, reduce, wire_format
 from ztrans.ir.graph import Eqn, Graph, Split, Var
 from ztrans.ir.routes import Hosts
 from ztrans.ops import symmetric as memories
@@ -322,7 +322,7 @@ def test_the_messages_of_a_plan_for_eight_gpus_go_by_copies(mesh, monkeypatch):
     ways, largest = {}, Counter()
     for eqn in starts:
         start = by_streams.start_module(eqn, graph.axes, {"dp": 0}, channel, lanes=2)
-        wire = wire_dtype(eqn, eqn.ins[0])
+        wire = wire_format(eqn, eqn.ins[0]).carrier
         ways.setdefault((eqn.op.name, wire), set()).add(start.transport.way)
         nbytes = sum(buffer_bytes(eqn, k, graph.axes) for k in range(len(eqn.outs)))
         largest[eqn.op.name] = max(largest[eqn.op.name], nbytes)

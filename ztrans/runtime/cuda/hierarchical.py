@@ -35,7 +35,7 @@ class HierarchicalStart(StreamedStart):
         self.hosts = self.channel.hosts
         self.is_exchanged = True
         self.arriving_rows = self.hosts.count
-        self.arriving_dtype = self.partial
+        self.arriving_dtype = self.host_format.carrier
         self.members_by_message = [list(range(len(self.outs)))]
 
     def join(self) -> None:
@@ -74,10 +74,12 @@ class HierarchicalStart(StreamedStart):
         by_host = [buffer.view(hosts.count, -1) for buffer in message.send_buffers]
         terms = [rows[host] for host in range(hosts.count) for rows in by_host]
         numel = sum(map(len, terms))
-        room = numel * share_of_exchange(hosts, self.wire, self.partial)
+        room = numel * share_of_exchange(hosts, self.format, self.host_format)
         # Both lanes use the sums, so they are allocated on the compute stream, which has launched nothing since the
         # packing that both lanes wait for.
-        sums = message.send_buffers[0].new_empty(numel // hosts.local, dtype=self.partial)
+        sums = message.send_buffers[0].new_empty(
+            numel // hosts.local, dtype=self.host_format.carrier
+        )
         with self.streams.communicate(self.inside_lane):
             sums_of_terms = sums.split([len(x) // hosts.local for x in terms])
             for batch in rounds([len(x) for x in terms], room):

@@ -35,7 +35,7 @@ from ...ir.collectives import (
     REDUCE_SCATTER,
     buffer_bytes,
     in_bytes,
-    wire_dtype,
+    wire_format,
 )
 from ...ir.graph import Eqn
 from ...ir.rules import Sizes
@@ -152,7 +152,9 @@ def message_kind(eqn: Eqn, sizes: Sizes, lanes: int) -> MessageKind | str:
     if eqn.op not in _HALVES:
         return f"it carries no {eqn.op}"
     eqn = in_bytes(eqn)
-    wire = wire_dtype(eqn, eqn.ins[0])
+    if wire_format(eqn, eqn.ins[0]).is_coded:
+        return "it carries no codes"
+    wire = wire_format(eqn, eqn.ins[0]).carrier
     if wire.itemsize > 8:
         return "elements of more than 8 bytes"
     messages = []
