@@ -9,9 +9,11 @@ from tests.support.mailbox import channels
 from ztrans.ir.collectives import all_gather, coalesce, reduce, rules
 from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
-from ztrans.ir.routes import Hosts
-from ztrans.ir.wire_format import Coded
+from ztrans.ir.printer import equation, lines
+from ztrans.ir.routes import Hosts, route_of
+from ztrans.ir.wire_format import Coded, format_of
 from ztrans.runtime.collectives import Start, wait
+from ztrans.runtime.hierarchical import HierarchicalMessage
 
 I8, I4, E4M3 = Coded(8, 256), Coded(4, 64), Coded(8, 16, "fp8")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -61,15 +63,22 @@ def run(eqn: Eqn, hosts: Hosts, members) -> tuple[list[list[torch.Tensor]], int]
     started = []
     for rank, channel in enumerate(opened):
         started.append(Start(eqn, sizes, {"dp": rank}, channel)(*members[rank]))
-    for _ in range(3):  # the levels of a message
+    for _ in range(4):  # the levels of a message
         for channel in opened:
             channel.advance()
         for futures in started:
-            for work in futures[0].future.work.works:
-                getattr(work, "advance", lambda: None)()
+            begin_levels(futures[0].future.work.works)
     values = [list(map(wait, futures)) for futures in started]
     del groups
     return values, mail.nbytes.total()
+
+
+def begin_levels(works) -> None:
+    """Let messages of several levels, and those inside them, send what has arrived."""
+    for work in works:
+        if isinstance(work, HierarchicalMessage):
+            begin_levels(work._works)
+            work.advance()
 
 
 def lockstep(eqn: Eqn, members) -> list[list[torch.Tensor]]:
@@ -113,3 +122,110 @@ def test_a_bucket_has_the_bits_of_its_members_alone(name):
     for k, (v, out) in enumerate(zip(eqn.ins, eqn.outs)):
         alone, _ = run(eqn.replace(args=([v],), outs=(out,)), Hosts(3), [[x[k]] for x in members])
         assert all(torch.equal(x[k], y) for x, (y,) in zip(values, alone))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "gather" in name])
+def test_hosts_pass_codes_on_as_they_are(name):
+    eqn = CASES[name]
+    members = inputs_of(eqn, 4)
+    values, _ = run(eqn, Hosts(4, 2), members)
+    for here, expected in zip(values, lockstep(eqn, members)):
+        assert all(map(torch.equal, here, expected))
+
+
+@pytest.mark.parametrize("between", [None, I4, Coded(8, 64), BF16], ids=str)
+@pytest.mark.parametrize("to", [0, None])
+def test_hosts_send_each_other_sums_of_decoded_terms(to, between):
+    """In fp32 inside a host, then in the format between hosts, with a mean that is divided once, at the end."""
+    shapes = [(64, 40), (6, 3)]
+    eqn = reduction(shapes, I8, to=to, between=between)
+    members = inputs_of(eqn, 4)
+    values, _ = run(eqn, Hosts(4, 2), members)
+    sent = format_of(between or I8)
+    for k, shape in enumerate(shapes):
+        # Both shapes have as many elements for each rank, in rows or one after another.
+        width = -(-shape[0] // 4) * shape[1] if to == 0 else shape[0] * shape[1] // 4 + (k and 1)
+        parts = [list(members[rank][k].reshape(-1).split(width)) for rank in range(4)]
+        totals = []
+        for part in range(len(parts[0])):
+            terms = [I8.arrived(parts[rank][part]) for rank in range(4)]
+            sums = [sent.arrived(terms[0] + terms[1]), sent.arrived(terms[2] + terms[3])]
+            totals.append((sums[0].float() + sums[1].float()) / 4)
+        if to == 0:
+            empty = [torch.empty(0)] * (4 - len(totals))
+            for here, expected in zip(values, [*totals, *empty]):
+                assert torch.equal(here[k].reshape(-1), expected)
+        else:
+            whole = torch.cat([I8.arrived(total) for total in totals]).view(shape)
+            assert all(torch.equal(here[k], whole) for here in values)
+
+
+# A matrix, an uneven one, and leaves of one dim: the shapes of a transformer of width 384.
+LAYER = [
+    (1152, 384),
+    (384, 384),
+    (1536, 384),
+    (384, 1536),
+    (1152,),
+    (384,),
+    (1536,),
+    (384,),
+    (257, 384),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_codes_of_8_bits_take_half_of_the_bytes_of_bf16(ranks):
+    """Scales, whole blocks of uneven parts and leaves of one dim included."""
+    for eqn_of in (
+        lambda sent: gather(LAYER, sent),
+        lambda sent: reduction(LAYER, sent, to=0),
+        lambda sent: reduction(LAYER, sent),
+    ):
+        nbytes = {}
+        for sent in (BF16, I8, I4):
+            eqn = eqn_of(sent)
+            _, nbytes[sent] = run(eqn, Hosts(ranks), inputs_of(eqn, ranks))
+            counted = rules(eqn).wire_bytes(eqn, {"dp": ranks}) * ranks
+            assert nbytes[sent] <= counted * 1.001 if sent is BF16 else nbytes[sent] == counted
+        assert nbytes[I8] <= 0.51 * nbytes[BF16]
+        assert nbytes[I4] <= 0.285 * nbytes[BF16]
+
+
+def test_hosts_send_each_other_a_quarter_of_the_bytes_with_4_bits_between_them():
+    hosts, nbytes = Hosts(4, 2), {}
+    for sent, between in ((BF16, None), (I8, None), (I8, I4)):
+        eqn = reduction(LAYER, sent, to=0, between=between)
+        route = route_of(eqn, {"dp": 4}, hosts, gloo=True)
+        _, total = run(eqn, hosts, inputs_of(eqn, 4))
+        assert total == round((route.inside + route.between) * 4)
+        nbytes[sent, between] = route.between
+    assert nbytes[I8, I4] <= 0.285 * nbytes[BF16, None]
+    assert nbytes[I8, None] <= 0.51 * nbytes[BF16, None]
+
+
+@pytest.mark.parametrize(("eqn", "problem"), [
+    (gather([(4, 2)], I8, torch.float64), "w0: f64[4@dp,2] cannot be sent as i8/256: only f32, bf16 and f16 become codes"),
+    (gather([(4, 2)], I8, torch.int8), "w0: i8[4@dp,2] cannot be sent as i8/256: only f32, bf16 and f16 become codes"),
+    (reduction([(4, 2)], I4, op="max"), "a max is sent as i4/64, but only a sum or mean may be"),
+    (reduction([(4, 2)], BF16, between=I8), "it has a format `between` hosts, but its terms are not sent as codes"),
+])  # fmt: skip
+def test_the_verifier_says_what_cannot_be_sent_as_codes(eqn, problem):
+    assert rules(eqn).problem(eqn, {"dp": 2}) == problem
+
+
+def test_a_format_prints_in_its_collective():
+    eqn = reduction([(4, 2)], I8, to=0, between=I4)
+    text = "f0': f32[4@dp,2]! = reduce_scatter([g0], mean, i8/256, axis=dp, between=i4/64)"
+    assert equation(eqn) == text
+    folded = gather([(4, 2)] * 40, I8)
+    assert "[w0, ... 39 more: 10.16 KiB], i8/256, axis=dp" in "\n".join(lines(folded))
+
+
+def test_one_nan_makes_its_block_nan_and_no_other():
+    eqn = reduction([(4, 256)], I8, to=0, op="sum")
+    members = inputs_of(eqn, 2)
+    members[1][0][2, 7] = float("nan")
+    values, _ = run(eqn, Hosts(2), members)
+    assert not values[0][0].isnan().any()
+    assert values[1][0][0].isnan().all() and not values[1][0][1].isnan().any()

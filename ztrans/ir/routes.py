@@ -28,6 +28,7 @@ from .collectives import (
     MOST_RANKS_OF_EXCHANGE,
     buffer_bytes,
     host_sum_format,
+    part_sizes,
     rules,
     wire_format,
 )
@@ -187,7 +188,7 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
     host_format = host_sum_format(eqn, eqn.ins[0]) if reduces else wire
     # The shares of all bytes that come from other hosts, if each rank sends its part there, or if each host sends one.
     flat_share = (ranks - local) / ranks if spans_hosts else 0.0
-    widening = host_format.bytes_per_element / wire.bytes_per_element
+    widening = _widening(eqn, sizes, host_format) if host_format != wire else 1.0
     hierarchical_share = (hosts.count - 1) / ranks * widening
     reason = _why_not_hierarchical(hosts, wire, host_format, hierarchical_share < flat_share)
     if spans_hosts and rules(eqn).kind == ALL_TO_ALL_KIND:
@@ -204,6 +205,16 @@ def _route(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool, is_exchanged: bool)
         reason = f"parts go to one rank of each of {hosts.count} hosts first: {reason}"
     inside = all_bytes * (local - 1) / local
     return Route(HIERARCHICAL, reason, inside, all_bytes * hierarchical_share)
+
+
+def _widening(eqn: Eqn, sizes: Sizes, host_format: Format) -> float:
+    """The bytes of the sum of a host for each byte of one of its terms."""
+    sums = terms = 0
+    for k in range(len(eqn.outs)):
+        elements, parts = part_sizes(eqn, k, sizes)
+        sums += parts * host_format.nbytes(elements)
+        terms += buffer_bytes(eqn, k, sizes)
+    return sums / terms if terms else 1.0
 
 
 def _ring_bytes_between(received: float, hosts: Hosts) -> float:
