@@ -41,7 +41,7 @@ class GradientNorms(zt.Transform):
     then shards the norms like any other equation of the update.
     """
 
-    phase: ClassVar[int] = 1
+    phase: ClassVar[float] = 1
 
     def rewrite(self, graph: ir.Graph) -> ir.Graph:
         new = ir.Rewriter(graph)

@@ -14,6 +14,7 @@ from .encode import encode, encode_pack
 from .marks import EVERY_AXIS, global_mean, gradient, pmax, pmean, pmin, psum, pvary
 from .reduce import HALF, mean, reduce
 from .reduce_scatter import reduce_scatter
+from .stochastic_round import leaf_keys, rounded, stochastic_round
 from .sum_coded import sum_coded
 from .sum_terms import sum_terms
 from .symmetric import Symmetric

@@ -1,9 +1,9 @@
-"""Define an operation of `torch.ops.ztrans` that writes its results into its arguments.
+"""Define an operation of `torch.ops.ztrans`, which writes its results into its arguments or returns new tensors.
 
     define("double(Tensor x, Tensor(a!) out) -> ()", check, reference, launch)
 
 `check` raises for wrong arguments. Then `reference` runs on CPU tensors, and `launch` on CUDA tensors. On fake tensors
-only `check` runs, so a trace has the operation as one node.
+`fake` makes the results, if there are any, so a trace has the operation as one node.
 """
 
 from __future__ import annotations
@@ -15,21 +15,28 @@ import torch
 LIBRARY = torch.library.Library("ztrans", "FRAGMENT")
 
 
-def define(schema: str, check: Callable, reference: Callable, launch: Callable) -> None:
-    """Define the operation with this schema."""
+def define(
+    schema: str,
+    check: Callable,
+    reference: Callable,
+    launch: Callable,
+    fake: Callable = lambda *_, **__: None,
+    tags: Sequence[torch.Tag] = (),
+) -> None:
+    """Define the operation with this schema and these tags of PyTorch."""
 
     def checked(run: Callable) -> Callable:
         def implementation(*args, **kwargs):
             check(*args, **kwargs)
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
         return implementation
 
     name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, checked(reference), "CPU")
     LIBRARY.impl(name, checked(launch), "CUDA")
-    torch.library.register_fake(f"ztrans::{name}", checked(lambda *_, **__: None), lib=LIBRARY)
+    torch.library.register_fake(f"ztrans::{name}", checked(fake), lib=LIBRARY)
 
 
 def define_composite(schema: str, function: Callable) -> None:

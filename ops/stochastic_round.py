@@ -1,30 +1,37 @@
-"""stochastic_round(x, step, key, whole, offsets): fp32 to bf16, up or down with the odds that keep the mean.
+"""stochastic_round(x, key, whole, offsets): fp32 to bf16, up or down with the odds that keep the mean.
 
     x        fp32, any shape: a leaf of the state, or the part of one rank
-    step     the number of the step: a scalar tensor on x's device, integer or fp32
-    key      an integer that names the leaf and the seed
+    key      the key of this leaf in this step, from `leaf_keys`: an int32 scalar tensor on x's device
     whole    the shape of the whole leaf
     offsets  the index in the whole leaf at which x begins, along each dim; at most one dim is cut
     ->       bf16, x's shape, contiguous
 
+leaf_keys(step, leaves): the keys of all leaves in a step. They differ from step to step and from leaf to leaf.
+
+    step     the number of the step: a scalar tensor, integer or fp32
+    leaves   for each leaf an integer of 32 bits, a hash of its name and of a seed
+    ->       int32[leaves], on the device of step
+
 An element becomes one of its two neighbours in bf16: 16 random bits are added to the bits of fp32, and the last 16 are
-cut off. The random bits are a hash of step, key and the element's index in the whole leaf (row-major, modulo 2**32),
-so they do not depend on the number of ranks, on the device, or on the order of operations. Values that bf16 holds
-exactly stay, and so do infinities and NaN. From the largest bf16 on, values are rounded to nearest, so only those that
-this makes infinite become so.
+cut off. The random bits are a hash of the key and the element's index in the whole leaf (row-major, modulo 2**32), so
+they do not depend on the number of ranks, on the device, or on the order of operations. Values that bf16 holds exactly
+stay, and so do infinities and NaN. From the largest bf16 on, values are rounded to nearest, so only those that this
+makes infinite become so.
 
 Bytes moved at least: 6 for each element. The hash is lowbias32 of Chris Wellons' hash-prospector.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
 from .kernel import kernel, tl
-from .operation import LIBRARY
+from .operation import define
+from .tables import on_device
 
 LARGEST = torch.finfo(torch.bfloat16).max
 _BLOCK = 2048
@@ -34,26 +41,31 @@ _CPU_BLOCK = 1 << 15
 
 def stochastic_round(
     x: torch.Tensor,
-    step: torch.Tensor,
-    key: int,
+    key: torch.Tensor,
     whole: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Round `x` to bf16 at random. By default it is a whole leaf. The docstring of this file has the details.
 
-    >>> stochastic_round(torch.full((5,), 1 + 2**-8), torch.tensor(1), 0)
-    tensor([1.0078, 1.0000, 1.0078, 1.0078, 1.0000], dtype=torch.bfloat16)
+    >>> (key,) = leaf_keys(torch.tensor(1), [0])
+    >>> stochastic_round(torch.full((5,), 1 + 2**-8), key)
+    tensor([1.0078, 1.0078, 1.0000, 1.0000, 1.0000], dtype=torch.bfloat16)
     """
     whole = [*x.shape] if whole is None else whole
     offsets = [0] * x.ndim if offsets is None else offsets
-    return torch.ops.ztrans.stochastic_round.default(x, step, key, whole, offsets)
+    return torch.ops.ztrans.stochastic_round.default(x, key, whole, offsets)
 
 
-def meaning(
-    x: torch.Tensor, step: torch.Tensor, key: int, whole: Sequence[int], offsets: Sequence[int]
+def leaf_keys(step: torch.Tensor, leaves: Sequence[int]) -> torch.Tensor:
+    """The keys of leaves in a step. The docstring of this file has the details."""
+    return torch.ops.ztrans.leaf_keys.default(step, leaves)
+
+
+def rounded(
+    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
 ) -> torch.Tensor:
     """stochastic_round in plain torch, without writes, so that Inductor fuses it with the update."""
-    return _rounded(x, _hash(_indices(x, whole, offsets) ^ _hash(_hash(step.int()) ^ _signed(key))))
+    return _rounded(x, _hash(_indices(x, whole, offsets) ^ key))
 
 
 def _indices(x: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:
@@ -85,16 +97,24 @@ def _rounded(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def reference(
-    x: torch.Tensor, step: torch.Tensor, key: int, whole: Sequence[int], offsets: Sequence[int]
+    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
 ) -> torch.Tensor:
-    """`meaning`, block by block, so that its dozen temporary values stay in the cache."""
+    """`rounded`, block by block, so that its dozen temporary values stay in the cache."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    first = _hash(_hash(step.int()) ^ _signed(key))
     elements = x.reshape(-1).split(_CPU_BLOCK)
     indices = _indices(x, whole, offsets).reshape(-1).split(_CPU_BLOCK)
     for some, index, result in zip(elements, indices, out.view(-1).split(_CPU_BLOCK)):
-        result.copy_(_rounded(some, _hash(index ^ first)))
+        result.copy_(_rounded(some, _hash(index ^ key)))
     return out
+
+
+def _leaf_keys(step: torch.Tensor, leaves: Sequence[int]) -> torch.Tensor:
+    return _hash(_hash(step.int()) ^ _names(tuple(leaves), step.device))
+
+
+@functools.cache
+def _names(leaves: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return on_device(torch.tensor([*map(_signed, leaves)], dtype=torch.int32), device)
 
 
 @kernel
@@ -106,30 +126,25 @@ def mixed(x):
 
 
 @kernel
-def leaf_noise(step, key):
-    """The hash of step and key, with which the index of each element is combined."""
-    return mixed(mixed(step.to(tl.int32).to(tl.uint32, bitcast=True)) ^ key)
-
-
-@kernel
-def rounded_at_random(x, index, noise):
-    """An fp32 value in bf16."""
-    up = (x.to(tl.uint32, bitcast=True) + (mixed(index.to(tl.uint32) ^ noise) & 0xFFFF)) & 0xFFFF0000
+def rounded_at_random(x, index, key):
+    """An fp32 value in bf16. `index` is that of the element in the whole leaf."""
+    noise = mixed(index.to(tl.uint32) ^ key.to(tl.uint32, bitcast=True)) & 0xFFFF
+    up = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     up = up.to(tl.float32, bitcast=True)
     return tl.where(tl.abs(x) < 3.3895313892515355e38, up, x).to(tl.bfloat16)
 
 
-@kernel(unspecialized="key count start")
-def _round(x, step, out, key, count, start, inner, skipped, BLOCK: tl.constexpr):
-    noise = leaf_noise(tl.load(step), key.to(tl.uint32))
+@kernel(unspecialized="count start inner skipped")
+def _round(x, key, out, count, start, inner, skipped, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     index = start + i + i // inner * skipped
-    tl.store(out + i, rounded_at_random(tl.load(x + i, mask=mask), index, noise), mask=mask)
+    value = rounded_at_random(tl.load(x + i, mask=mask), index, tl.load(key))
+    tl.store(out + i, value, mask=mask)
 
 
 def launch(
-    x: torch.Tensor, step: torch.Tensor, key: int, whole: Sequence[int], offsets: Sequence[int]
+    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
 ) -> torch.Tensor:
     """stochastic_round by the kernel."""
     x = x.contiguous()
@@ -138,7 +153,7 @@ def launch(
         start, inner, skipped = flat_part(x.shape, whole, offsets)
         with torch.cuda.device_of(x):
             _round[(-(-x.numel() // _BLOCK),)](
-                x, step, out, key, x.numel(), start, inner, skipped, BLOCK=_BLOCK, num_warps=8
+                x, key, out, x.numel(), start, inner, skipped, BLOCK=_BLOCK, num_warps=8
             )
     return out
 
@@ -164,40 +179,44 @@ def flat_part(
 
 
 def _check(
-    x: torch.Tensor, step: torch.Tensor, key: int, whole: Sequence[int], offsets: Sequence[int]
+    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
 ) -> None:
     if x.dtype != torch.float32:
         raise TypeError(f"stochastic_round: x must be fp32, got {x.dtype}.")
-    if step.numel() != 1 or step.dtype not in (torch.int32, torch.int64, torch.float32):
+    if key.numel() != 1 or key.dtype != torch.int32 or key.device != x.device:
         raise TypeError(
-            f"stochastic_round: step must be a scalar of int32, int64 or fp32, got {step.dtype}{list(step.shape)}."
+            f"stochastic_round: key must be an int32 scalar on {x.device}, got {key.dtype}{list(key.shape)} on "
+            f"{key.device}."
         )
-    if not 0 <= key < 1 << 32:
-        raise ValueError(f"stochastic_round: key must have 32 bits, got {key}.")
     fits = len(whole) == len(offsets) == x.ndim
-    fits = fits and all(0 <= k and k + n <= m for n, m, k in zip(x.shape, whole, offsets))
+    fits = fits and all(k >= 0 and k + n <= m for n, m, k in zip(x.shape, whole, offsets))
     if not fits or sum(n != m for n, m in zip(x.shape, whole)) > 1:
         raise ValueError(
             f"stochastic_round: {list(x.shape)} at {list(offsets)} is no part of {list(whole)} along one dim."
         )
 
 
-def _checked(run):
-    def implementation(x, step, key, whole, offsets):
-        _check(x, step, key, whole, offsets)
-        return run(x, step, key, whole, offsets)
-
-    return implementation
-
-
-def _fake(x, *_):
-    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+def _check_keys(step: torch.Tensor, leaves: Sequence[int]) -> None:
+    if step.numel() != 1 or step.dtype not in (torch.int32, torch.int64, torch.float32):
+        raise TypeError(
+            f"leaf_keys: step must be a scalar of int32, int64 or fp32, got {step.dtype}{list(step.shape)}."
+        )
+    if not all(0 <= leaf < 1 << 32 for leaf in leaves):
+        raise ValueError("leaf_keys: leaves must be integers of 32 bits.")
 
 
-LIBRARY.define(
-    "stochastic_round(Tensor x, Tensor step, int key, int[] whole, int[] offsets) -> Tensor",
+define(
+    "stochastic_round(Tensor x, Tensor key, int[] whole, int[] offsets) -> Tensor",
+    _check,
+    reference,
+    launch,
+    lambda x, *_: torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
     tags=(torch.Tag.pointwise,),
 )
-LIBRARY.impl("stochastic_round", _checked(reference), "CPU")
-LIBRARY.impl("stochastic_round", _checked(launch), "CUDA")
-torch.library.register_fake("ztrans::stochastic_round", _checked(_fake), lib=LIBRARY)
+define(
+    "leaf_keys(Tensor step, int[] leaves) -> Tensor",
+    _check_keys,
+    _leaf_keys,
+    _leaf_keys,
+    lambda step, leaves: torch.empty(len(leaves), dtype=torch.int32, device=step.device),
+)

@@ -540,7 +540,7 @@ class Lowered(Printed):
 
         Args:
             state: the full state. A leaf of replicas that train apart may begin with a dim of these; otherwise all are
-                equal.
+                equal. A leaf that `zt.store` keeps in bf16 may be wide too, and is rounded as by `step.shard`.
             batches: the batch arguments of each rank, as a tuple, or as a dict by name.
 
         Returns: The full new state, where such leaves have that dim, and the output of each rank.
@@ -553,6 +553,7 @@ class Lowered(Printed):
         recording = self.recording
         refuse_inside(f"{graph.name}.lockstep", (state, batches))
         _check_whole_here(recording, graph.name)
+        state = _as_stored(recording, graph, state)
         size = math.prod(dict(graph.mesh).values())
         if not isinstance(batches, Sequence) or len(batches) != size:
             kind = f"a {type(batches).__name__}"
@@ -646,6 +647,16 @@ class Lowered(Printed):
             check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self.without_stages(), backend, cuda_graph, cast_ahead)
+
+
+def _as_stored(recording: Recording, graph: Graph, state: Any) -> Any:
+    """A state in which leaves that the program stores in another dtype than the step computes have that dtype."""
+    leaves, tree = pytree.tree_flatten(state)
+    for i, (computed, stored) in enumerate(zip(recording.graph.state, graph.state)):
+        x = leaves[i] if i < len(leaves) else None
+        if isinstance(x, torch.Tensor) and x.dtype == computed.dtype:
+            leaves[i] = x.to(stored.dtype)
+    return pytree.tree_unflatten(leaves, tree)
 
 
 def _check_whole_here(recording: Recording, name: str) -> None:

@@ -46,7 +46,7 @@ from .runtime.agreement import say_failure, step_of
 from .runtime.failure import check_ended
 from .runtime.mesh import check_runs
 from .runtime.session import leave_if_cut_off, session_of
-from .runtime.state import check_laid_out, copied_state, shard_state, unshard_state
+from .runtime.state import check_laid_out, check_stored, copied_state, shard_state, unshard_state
 from .stages import Lowered, Traced
 from .step_state import StepState
 from .tracing.errors import warn, warn_of_many_programs
@@ -543,11 +543,12 @@ class Step(Generic[P, R]):
 
     def _check_laid_out(self, state: Any) -> None:
         mesh = self._device_mesh()
-        if mesh is None:
-            return
         leaves = pytree.tree_leaves(state)
         _, paths = self._state.names(state)
-        check_laid_out(self.__name__, mesh, paths, leaves, self.leaf_shardings(state))
+        shardings = self.leaf_shardings(state)
+        if mesh is not None:
+            check_laid_out(self.__name__, mesh, paths, leaves, shardings)
+        check_stored(self.__name__, paths, leaves, shardings)
 
     @property
     def _state(self) -> StepState:

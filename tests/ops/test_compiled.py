@@ -18,7 +18,14 @@ from ztrans.ops.kernel import element
 
 module = {
     name: importlib.import_module(f"ztrans.ops.{name}")
-    for name in ("all_gather", "barrier", "move", "reduce_scatter", "fused_adamw")
+    for name in (
+        "all_gather",
+        "barrier",
+        "move",
+        "reduce_scatter",
+        "fused_adamw",
+        "stochastic_round",
+    )
 }
 
 LOAD, STORE = r"ld\.global\S*\.v4", r"st\.global\S*\.v4"
@@ -58,6 +65,15 @@ def test_move(capability, tmp_path, src, dst, loads, stores):
     check(kernel, loads, stores, 40)
     # The instruction converts two elements at a time, and rounds to nearest even.
     assert kernel.count(r"cvt\.rn\.bf16x2\.f32") >= (0 if same else 8)
+
+
+def test_stochastic_round(capability, tmp_path):
+    types = dict.fromkeys(("count", "start", "inner", "skipped"), "i32")
+    types |= {"x": "*fp32", "key": "*i32", "out": "*bf16"}
+    kernel = compiled(
+        module["stochastic_round"]._round, capability, tmp_path, types, {"BLOCK": 2048}, num_warps=8
+    )
+    assert kernel.stack == 0 and kernel.registers <= 40
 
 
 @pytest.mark.parametrize("world", [2, 8])

@@ -87,6 +87,15 @@ def fused_adamw(device):
     )
 
 
+def stochastic_round(device):
+    key = torch.ones((), dtype=torch.int32, device=device)
+    return T.stochastic_round.default, (torch.randn(2, 3, device=device), key, [5, 3], [2, 0]), {}
+
+
+def leaf_keys(device):
+    return T.leaf_keys.default, (torch.ones((), device=device), [3, 2**32 - 1]), {}
+
+
 ADAM = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
 
 
@@ -108,7 +117,7 @@ def tables(device):
 
 SAMPLES = [
     *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
-    *(encode, decode, sum_coded, fused_adamw),
+    *(encode, decode, sum_coded, fused_adamw, stochastic_round, leaf_keys),
 ]
 
 

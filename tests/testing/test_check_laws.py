@@ -214,7 +214,7 @@ def test_a_transform_that_depends_on_its_place_is_found():
 class _Adds(zt.Transform):
     """Adds an output."""
 
-    phase: ClassVar[int] = 1
+    phase: ClassVar[float] = 1
     label: str = "twice"
     named: bool = True
 
@@ -280,7 +280,7 @@ def test_outputs_after_one_that_is_none_are_compared():
 class ClipByValue(zt.Transform):
     """Clips every gradient to [-limit, limit], before or after it is reduced."""
 
-    phase: ClassVar[int] = 1
+    phase: ClassVar[float] = 1
     limit: float
     reduced: bool = True
 
@@ -316,7 +316,7 @@ def test_a_transform_that_changes_numbers_is_compared_with_its_reference():
 
 @dataclass(frozen=True)
 class ClipWithoutItsPhase(ClipByValue):
-    phase: ClassVar[int] = 2
+    phase: ClassVar[float] = 2
 
 
 def test_a_transform_that_finds_no_mark_is_told_its_phase():

@@ -7,7 +7,7 @@ PyTorch's modes, the values that the step reads in addition to its arguments, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -297,6 +297,15 @@ class Signature:
         state = self.leaves[: self.num_state]
         batch_leaves = tuple(leaf.without_sizes() for leaf in self.leaves[self.num_state :])
         return replace(self, leaves=(*state, *batch_leaves))
+
+    def stored_as(self, dtypes: Sequence[torch.dtype | None]) -> Signature:
+        """This signature with leaves in their dtypes between steps; None leaves one as it is."""
+        leaves = []
+        for leaf, dtype in zip(self.leaves, dtypes, strict=True):
+            if dtype is not None and isinstance(leaf.abstract, Abstract):
+                leaf = leaf._replace(abstract=leaf.abstract._replace(dtype=dtype))
+            leaves.append(leaf)
+        return replace(self, leaves=tuple(leaves))
 
     def without_layout(self) -> Signature:
         """This signature without the layouts of its leaves."""

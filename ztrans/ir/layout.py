@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .graph import Eqn, Layout, MemoryKind, Placement, Split, Var
 
 aten = torch.ops.aten
+# The arguments that give the shape of the result, and those that say where it begins in the whole value.
+_SHAPES = ("size", "shape", "input_sizes")
+_OFFSETS = ("offsets",)
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,14 @@ class LeafSharding:
         layout: its layout over these axes. If the step itself divides the leaf over other axes, this is the layout of
             this rank's part.
         memory: the memory that holds it.
+        dtype: its dtype between steps, if that is narrower than the fp32 in which the step computes it (see `store`).
     """
 
     axes: tuple[str, ...] = ()
     layout: Layout = ()
     memory: MemoryKind = "device"
     independent: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 def chunk(rows: int, size: int) -> int:
@@ -164,7 +169,8 @@ def cut(x: torch.Tensor, split: Split, size: int, rank: int) -> torch.Tensor:
 def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Eqn:
     """`eqn` with this rank's local sizes as arguments, instead of the global sizes in the program.
 
-    `squeeze` gets the dims that it removes from the whole value, because a part may have one row of a longer dim.
+    An operation with `offsets` gets the index in the whole value at which this rank's part begins. `squeeze` gets the
+    dims that it removes from the whole value, because a part may have one row of a longer dim.
     """
     out = eqn.outs[0]
     if out is None or not out.layout or not isinstance(eqn.op, torch._ops.OpOverload):
@@ -173,17 +179,29 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed_dims(*eqn.args)))
     # Only a size among the arguments is global. Other operations infer their sizes from local arguments.
     args = list(eqn.args)
-    for k in _shape_arguments(eqn.op):
+    for k in _arguments(eqn.op, _SHAPES):
         if k < len(args) and isinstance(args[k], (list, tuple)):
             args[k] = list(local_shape(out, sizes, coordinates))
+    for k in _arguments(eqn.op, _OFFSETS):
+        args[k] = list(_local_offsets(out, sizes, coordinates))
     return eqn.replace(args=tuple(args))
 
 
 @functools.cache
-def _shape_arguments(op: torch._ops.OpOverload) -> tuple[int, ...]:
-    """The positions of the arguments that give the shape of the result."""
-    names = [declared.name for declared in op._schema.arguments]
-    return tuple(k for k, name in enumerate(names) if name in ("size", "shape", "input_sizes"))
+def _arguments(op: torch._ops.OpOverload, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The positions of the arguments with these names."""
+    declared = [argument.name for argument in op._schema.arguments]
+    return tuple(k for k, name in enumerate(declared) if name in names)
+
+
+def _local_offsets(var: Var, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[int]:
+    """The index in the whole value at which the part of the rank at these coordinates begins, along each dim."""
+    offsets = [0] * len(var.shape)
+    for split in var.layout:
+        if isinstance(split, Split):
+            rows = var.shape[split.dim]
+            offsets[split.dim] = part(rows, sizes[split.axis], coordinates[split.axis])[0]
+    return offsets
 
 
 def _squeezed_dims(x: Var, dims: int | Sequence[int] | None = None) -> list[int]:

@@ -43,6 +43,8 @@ class Mark(Memberwise):
 class Gradient(Mark):
     """Rules of gradient: it varies only over the axes of its value, because it is reduced over all others."""
 
+    named_argument = 1
+
     def varies(self, eqn: Eqn, axes_of: Mapping[Var, Axes]) -> Axes:
         gradient, value = eqn.args
         return axes_of.get(gradient, INVARIANT) & axes_of.get(value, INVARIANT)

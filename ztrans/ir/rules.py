@@ -58,6 +58,7 @@ class Rules:
         packs: it copies its arguments into a send buffer. A GPU may do so while the next equations run.
         moves: it moves elements without computing, so a cast may stand before or after it with the same result.
         over_all_micro_batches: its results belong to all micro-batches (see `marks`), and do not differ between them.
+        named_argument: the position of an argument that it only names, and does not read.
         lane: the kind of its queue. Each mesh axis has one queue of each kind (see `collectives.lane`).
         kind: what its message costs.
         unpacking_per_byte: an estimate of `unpacking_traffic` for each byte that a rank receives, for a plan, which has
@@ -71,6 +72,7 @@ class Rules:
     packs: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     over_all_micro_batches: ClassVar[bool] = False
+    named_argument: ClassVar[int | None] = None
     lane: str | None = None
     kind: Kind = Kind("none")
     unpacking_per_byte: ClassVar[int] = 0

@@ -117,7 +117,7 @@ def rule(
         if functions(eqn):  # they may read any elements of their arguments
             return whole_values
         raise NoRule("an operator that calls other code")
-    if eqn.op.namespace != "aten":
+    if eqn.op.namespace not in ("aten", "ztrans"):
         return Rule(*registered_rule(eqn, placements, axis, size))
     found = _of_torch(eqn, placements, axis, size) or whole_values
     is_contracted = op_facts(eqn.op).name in _PRODUCTS and any(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
 from .axes import whole_axis, with_joint_sizes
 from .collectives import rules
 from .copies import is_copy
 from .graph import Eqn, Graph, Var, producers, variables
 from .rules import INVARIANT, Rules
 from .varying import varying
+
+_NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class ProgramError(ValueError):
@@ -149,8 +156,12 @@ def _check_carried(graph: Graph) -> None:
             raise ProgramError(f"the step before has started {old}, and this one starts {new}")
 
 
-def check_interface(before: Graph, after: Graph, micro: int = 1) -> None:
+def check_interface(
+    before: Graph, after: Graph, micro: int = 1, dtypes: Mapping[str, torch.dtype] = _NONE
+) -> None:
     """Verify that a rewritten program has the same inputs and outputs as before; layouts may differ.
+
+    `dtypes` has the new dtypes of leaves of the state that the rewrite stores in another one, by name.
 
     It may have more outputs after the old ones, with their names in `Graph.added`. If `before` is the program of one of
     `micro` micro-batches, `after` may have the rows of all of them in its inputs. Each leaf of the new state that was
@@ -168,7 +179,8 @@ def check_interface(before: Graph, after: Graph, micro: int = 1) -> None:
         shape = old.shape
         if after.micro < micro and old in before.batch and shape:
             shape = (shape[0] * micro, *shape[1:])
-        if (old.name, old.dtype, shape) != (new.name, new.dtype, new.shape):
+        dtype = dtypes.get(old.name, old.dtype)
+        if (old.name, dtype, shape) != (new.name, new.dtype, new.shape):
             raise ProgramError(f"input {old} has become {new}")
 
     # New outputs come last, so that the users of earlier transforms find their outputs in the same place.

@@ -25,6 +25,7 @@ from ..calling.meta_leaves import Number, ValuesOfMeta, fill_of, mark_unwritten,
 from ..ir.axes import members, submesh
 from ..ir.graph import Kept, Layout, MemoryKind, Split
 from ..ir.layout import AbstractMesh, LeafSharding, as_tensor, cut, mesh_axes
+from ..ir.printer import first_names
 from ..ir.user_sharding import UserSharding
 from .agreement import agree_on_call
 from .mesh import check_runs
@@ -76,6 +77,7 @@ def shard_state(
     parts = []
     for leaf, sharding in zip(leaves, shardings):
         part = _part(_on_device(leaf), sharding, mesh, source, device)
+        part = _stored(part, sharding.dtype)
         part = _copied_to(sharding.memory, part) if sharding.memory != "device" else part
         RECORDS.of(part).mesh = mesh
         RECORDS.of(part).independent = sharding.independent
@@ -147,7 +149,8 @@ def copied_state(state: State, shardings: Sequence[LeafSharding]) -> State:
     for leaf, sharding in zip(leaves, shardings):
         if isinstance(leaf, torch.Tensor):
             memory = sharding.memory
-            copy = copied_to(memory, leaf) if memory != "device" else copied(leaf)
+            copy = _stored(copied(leaf), sharding.dtype)
+            copy = copied_to(memory, copy) if memory != "device" else copy
             if not copy.is_meta:
                 mark_unwritten(copy, leaf)
             leaf = copy
@@ -188,6 +191,13 @@ def first_value(
     if kept.start == "copy":
         mark_unwritten_copy(value, like)
     return value
+
+
+def _stored(leaf: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A leaf in its dtype between steps, rounded to nearest."""
+    if dtype is None or leaf.dtype == dtype:
+        return leaf
+    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
 
 
 def _copied_to(kind: MemoryKind, part: torch.Tensor) -> torch.Tensor:
@@ -386,6 +396,24 @@ def _dtensor(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def check_stored(
+    name: str, paths: Sequence[str], leaves: Sequence[Any], shardings: Sequence[LeafSharding]
+) -> None:
+    """Check that each leaf of the state has its dtype between steps.
+
+    Raises: TypeError that names the first leaves with another one.
+    """
+    wide = []
+    for path, leaf, sharding in zip(paths, leaves, shardings):
+        if sharding.dtype is not None and leaf.dtype != sharding.dtype:
+            wide.append(f"{path} ({leaf.dtype})")
+    if wide:
+        raise TypeError(
+            f"{name} keeps leaves of its state in half precision between steps, and was called with "
+            f"{first_names(wide)}.\nCall `state = step.shard(state)` once, before the loop, also on one rank."
+        )
 
 
 def check_laid_out(

@@ -27,15 +27,13 @@ from ..ir.user_sharding import UserSharding
 from .errors import TraceError, TraceTypeError
 
 
-def spec_of(leaf: Any, user_sharding: UserSharding | None) -> DTensorSpec | None:
-    """The layout of a leaf as the step sees it; None for a leaf that the step does not divide."""
-    if user_sharding is None:
-        return None
+def spec_of(leaf: Any, user_sharding: UserSharding, dtype: torch.dtype) -> DTensorSpec:
+    """The layout of a leaf that the step divides, as the step sees it, in `dtype`."""
     # The step does not see the axes over which transforms distribute the leaf.
     mesh = leaf.device_mesh
     if len(user_sharding.axes) < mesh.ndim:
         mesh = mesh[user_sharding.axes]
-    full = torch.empty(user_sharding.shape, dtype=leaf.dtype, device="meta")
+    full = torch.empty(user_sharding.shape, dtype=dtype, device="meta")
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     return DTensorSpec(mesh, user_sharding.placements, tensor_meta=meta)
 

@@ -79,7 +79,7 @@ def trace(
             fx=traced.module,
             out_tree=traced.out_tree,
             # A trace may change the values that the step reads. The program is for the values after the trace.
-            signature=Signature.of(call, function),
+            signature=Signature.of(call, function).stored_as([leaf.stored for leaf in step.leaves]),
             function=function,
             axes=tuple(leaf.axes for leaf in step.inputs),
             user_shardings=tuple(leaf.user_sharding for leaf in step.inputs),
@@ -100,6 +100,7 @@ class _Leaf(NamedTuple):
         axes: the mesh axes over which transforms distribute it.
         user_sharding: its sharding by the step itself.
         spec: the layout of the DTensor that the step sees, if the step itself divides the leaf.
+        stored: its dtype between steps, if that is another one than the step computes it in.
         is_state: whether it belongs to the state.
         in_batch: whether it is a tensor of the batch, which differs from rank to rank.
         known: a tensor with its value, if the step may read that value while it is traced.
@@ -112,6 +113,7 @@ class _Leaf(NamedTuple):
     axes: tuple[str, ...]
     user_sharding: UserSharding | None
     spec: Any
+    stored: torch.dtype | None
     is_state: bool
     in_batch: bool
     known: torch.Tensor | None
@@ -234,6 +236,8 @@ def _leaves_of(
         # A leaf in another memory is traced like a meta leaf, on the device of the other leaves.
         if sharding.memory != "device":
             abstract = abstract._replace(device="meta")
+        if sharding.dtype is not None:
+            abstract = abstract._replace(dtype=torch.float32)
         leaf = _Leaf(
             value=value,
             name=name,
@@ -241,7 +245,8 @@ def _leaves_of(
             abstract=abstract,
             axes=sharding.axes,
             user_sharding=user_sharding,
-            spec=spec_of(value, user_sharding),
+            spec=spec_of(value, user_sharding, abstract.dtype) if user_sharding else None,
+            stored=sharding.dtype,
             is_state=is_state,
             in_batch=num_state <= i < end_of_batch and isinstance(value, torch.Tensor),
             known=known.get(id(value)) if is_state else None,

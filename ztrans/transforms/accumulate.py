@@ -93,7 +93,7 @@ def accumulate(
 
 @dataclass(frozen=True)
 class _Accumulate(Transform):
-    phase: ClassVar[int] = 1
+    phase: ClassVar[float] = 1
 
     micro: int
     keep: Literal["whole", "shard", "auto"] = "auto"

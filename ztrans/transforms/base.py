@@ -46,13 +46,14 @@ class Transform:
     over ranks, as `shard_params` does, also has a `mesh`, the `axes` that it uses, and the `leaf_sharding` of each leaf
     of the state.
 
-    `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` comes last there. In
+    `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` and `store` come last
+    there. In
     phase 2, `shard_params` comes first and makes the program of one rank; the other transforms of the phase rewrite
     that. In phase 3 `offload` moves what is left of its leaves. Within a phase, transforms run in the order in which
     they were applied.
     """
 
-    phase: ClassVar[int] = 2
+    phase: ClassVar[float] = 2
 
     # The mesh that the program runs on, if this transform distributes it.
     mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(
@@ -84,8 +85,8 @@ class Transform:
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
         """How a leaf of the state lies on the mesh between steps. By default it is whole on every rank of `axes`.
 
-        Of several transforms, the first one that splits the leaf chooses its layout, and the first one that moves it
-        to another memory than the device's chooses that.
+        Of several transforms, the first one that splits the leaf chooses its layout, the first one that moves it to
+        another memory than the device's chooses that, and the first one with a dtype chooses the dtype between steps.
 
         Args:
             path: the path of the leaf in the state, such as `params.fc1.weight`.
@@ -215,7 +216,9 @@ def rewritten(graph: Graph, transform: Transform) -> Graph:
         )
     try:
         check(new)
-        check_interface(graph, new, transform.micro_batches)
+        shardings = program_shardings(graph, [transform])
+        dtypes = {v.name: s.dtype for v, s in shardings.items() if s.dtype is not None}
+        check_interface(graph, new, transform.micro_batches, dtypes)
     except ProgramError as error:
         raise ProgramError(
             f"{transform!r} made a program that is not well formed: {error}.\n"
@@ -362,17 +365,23 @@ def leaf_sharding(
     independent: list[str] = []
     layout: Layout = ()
     memory: MemoryKind = "device"
-    for t in transforms:
+    dtype: torch.dtype | None = None
+    # By phase, as they rewrite the program: what follows a transform that narrows a leaf sees the narrow one.
+    for t in sorted(transforms, key=lambda t: t.phase):
         if kept is None or t.mesh is None:
             sharding = t.leaf_sharding(path, leaf, shape)
         else:
             sharding = _kept_sharding(t, t.mesh, kept, leaf, shape)
+        # The transform that keeps a leaf has chosen its dtype.
+        if kept is None and dtype is None and sharding.dtype is not None:
+            dtype = sharding.dtype
+            leaf = leaf.to(dtype)
         axes += sharding.axes
         independent += sharding.independent
         layout = layout or sharding.layout
         memory = memory if memory != "device" else sharding.memory
     return LeafSharding(
-        tuple(dict.fromkeys(axes)), layout, memory, tuple(dict.fromkeys(independent))
+        tuple(dict.fromkeys(axes)), layout, memory, tuple(dict.fromkeys(independent)), dtype
     )
 
 

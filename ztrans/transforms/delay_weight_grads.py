@@ -50,7 +50,7 @@ def delay_weight_grads(*, most: int = 4) -> Transform:
 class _DelayWeightGrads(Transform):
     most: int = 4
 
-    phase: ClassVar[int] = 1
+    phase: ClassVar[float] = 1
 
     def rewrite(self, graph: Graph) -> Graph:
         readers = users(graph)

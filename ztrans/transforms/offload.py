@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -16,9 +15,9 @@ import torch
 from ..ir.collectives import rules
 from ..ir.copies import copy_to, is_copy, wait_for_copy
 from ..ir.dependencies import components
-from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, substitute
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers
 from ..ir.layout import LeafSharding
-from ..ir.op_facts import is_random, is_view_or_cast
+from ..ir.op_facts import is_random
 from ..ir.printer import first_names, format_bytes
 from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..rewrites.erase import erase_marks, erase_trivial
@@ -31,11 +30,10 @@ from .base import (
     matches,
     program_shardings,
 )
-from .sharding.rank_values import Phase, next_phase
+from .stored_leaves import StoredLeaves
 from .waiting_gradients import gradients_on_host
 
 _LISTED = 8  # leaves that an error lists
-_UPDATE: Phase = (0, "update")  # all equations of the update, and the end of the program
 
 
 @constructor
@@ -124,7 +122,7 @@ class Offload(Transform):
     at_least: int = 1 << 20
 
     # After the transforms that decide what forward reads, such as the dtype in which a leaf is gathered.
-    phase: ClassVar[int] = 3
+    phase: ClassVar[float] = 3
 
     @property
     def memory_limit(self) -> int | None:
@@ -159,7 +157,8 @@ class Offload(Transform):
         if not memory_of:
             raise _matches_none(where, self.at_least, graph)
         # A mark reads a leaf only to name it.
-        graph = _MovingLeaves(erase_marks(graph), memory_of).program()
+        stored = {v: dataclasses.replace(v, memory=kind) for v, kind in memory_of.items()}
+        graph = StoredLeaves(erase_marks(graph), stored, _brought_in, _taken_out).program()
         if self.gradients:
             # On one rank a reduction would hide the cast of a gradient.
             graph = gradients_on_host(erase_trivial(graph), self.at_least)
@@ -228,96 +227,17 @@ def _places_of_updates(graph: Graph, update_of: Mapping[Eqn, Eqn]) -> dict[Eqn, 
     return places
 
 
-class _MovingLeaves:
-    """The edits that keep leaves of a program in another memory.
+def _brought_in(new: Rewriter, leaf: Var, stored: Var) -> list[Eqn]:
+    """The copy of a leaf to the device, before it is read there."""
+    start = copy_to("device", stored, new.fresh_name(f"{leaf.name}.device"), (leaf.name,))
+    return [start, wait_for_copy(start.out)]
 
-    Each forward, each backward and the update copy a leaf to the device before the first equation that reads it there.
-    Views and casts of a leaf are computed where they are read, so that no value of forward waits for backward.
 
-    Attributes:
-        moved: for each leaf, the value in its memory that replaces it among the inputs.
-        deferred: the views and casts of these leaves in forward and backward, with the equations that compute them.
-        on_device: by phase, the value on the device for a leaf, or for a view or cast of one.
-    """
-
-    def __init__(self, graph: Graph, memory_of: Mapping[Var, MemoryKind]) -> None:
-        self.graph = graph
-        self.new = Rewriter(graph)
-        self.moved = {v: dataclasses.replace(v, memory=kind) for v, kind in memory_of.items()}
-        self.deferred: dict[Var, Eqn] = {}
-        self.on_device: dict[Phase, dict[Var, Var]] = {}
-        self.computed: set[Var] = set()  # the views and casts whose names are taken
-
-    def program(self) -> Graph:
-        """The edited program."""
-        phase: Phase = (0, "forward")
-        for e in self.graph.eqns:
-            phase = next_phase(phase, e)
-            if e.region != "update" and is_view_or_cast(e) and self._is_moved(e.ins[0]):
-                self.deferred.update(dict.fromkeys(e.results, e))
-                self.new.drop(e)
-            elif any(map(self._is_moved, e.ins)):
-                where_read = _UPDATE if e.region == "update" else phase
-                self.new.replace(e, e.with_inputs(partial(self._read, where_read, e)))
-
-        new_state = []
-        for leaf, new in self.graph.leaves:
-            value = new
-            if leaf not in self.moved:
-                value = self._read(_UPDATE, None, new)
-            elif new is leaf:
-                value = self.moved[leaf]
-            else:
-                # If the step returns another leaf here, that leaf's value on the device is copied.
-                value = self._copied_over(self.moved[leaf], new)
-            new_state.append(value)
-        results = substitute(self.graph.results, partial(self._read, _UPDATE, None))
-        inputs = tuple(self.moved.get(v, v) for v in self.graph.inputs)
-        return self.new.applied().replace(inputs=inputs, outputs=(*new_state, *results))
-
-    def _is_moved(self, v: Var) -> bool:
-        return v in self.moved or v in self.deferred
-
-    def _read(self, phase: Phase, reader: Eqn | None, v: Var) -> Var:
-        """The value that an equation of a phase, or the end of the program, reads for `v`."""
-        if not self._is_moved(v):
-            return v
-        values = self.on_device.setdefault(phase, {})
-        if v in self.deferred and v not in values:
-            maker = self.deferred[v]
-            source = self._read(phase, reader, maker.ins[0])
-            outs = tuple(None if out is None else self._renamed(out) for out in maker.outs)
-            _, region = phase
-            again = maker.with_inputs(lambda _: source, outs=outs, region=region)
-            self.new.insert_before(reader, again)
-            values.update(zip(maker.results, again.results))
-        elif v not in values:
-            name = self.new.fresh_name(f"{v.name}.device")
-            start = copy_to("device", self.moved[v], name, (v.name,)).like(reader, phase[1])
-            wait = wait_for_copy(start.out).like(start)
-            self.new.insert_before(reader, start, wait)
-            values[v] = wait.out
-        return values[v]
-
-    def _renamed(self, v: Var) -> Var:
-        """A view or a cast of a leaf. Only the first of them keeps its name."""
-        if v in self.computed:
-            return self.new.fresh(v)
-        self.computed.add(v)
-        return v
-
-    def _copied_over(self, old: Var, new: Var) -> Var:
-        """The new value of a leaf in its memory, over the old one."""
-        maker = None if self._is_moved(new) else self.new.makers.get(new)
-        value = self._read(_UPDATE, None, new)
-        name = self.new.fresh_name(f"{value.name}.{old.memory}")
-        start = copy_to(old.memory, value, name, (old.name,), over=old).like(maker, "update")
-        wait = wait_for_copy(start.out).like(start)
-        if maker is None:
-            self.new.insert_before(None, start, wait)
-        else:
-            self.new.insert_after(maker, start, wait)
-        return wait.out
+def _taken_out(new: Rewriter, value: Var, stored: Var) -> list[Eqn]:
+    """The copy of a new value to the memory of its leaf, over the old one."""
+    name = new.fresh_name(f"{value.name}.{stored.memory}")
+    start = copy_to(stored.memory, value, name, (stored.name,), over=stored)
+    return [start, wait_for_copy(start.out)]
 
 
 def _matches_none(where: Where, at_least: int, graph: Graph) -> ValueError:

@@ -102,7 +102,7 @@ class _Remat(Transform):
     save: str | Saves | tuple[tuple[str, Demand], ...] | None = None
     at_least: int = 1 << 16
 
-    phase: ClassVar[int] = 0
+    phase: ClassVar[float] = 0
 
     @property
     def memory_limit(self) -> int | None:

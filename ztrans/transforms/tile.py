@@ -87,7 +87,7 @@ class _Tile(Transform):
     at: str | None = None
 
     # Before `remat`, which then sees the values of one tile.
-    phase: ClassVar[int] = -1
+    phase: ClassVar[float] = -1
 
     @property
     def memory_limit(self) -> int | None:

@@ -26,7 +26,11 @@ from ...ir.layout import local_shape, localize
 from ...ir.operations import compute
 from ...ir.structure import structure
 from ...ir.triton_launch import Launch
+from ...ops import rounded
 from ...rewrites.update_groups import is_fused_update
+
+# Our operations that a kernel computes with others, and what they mean in PyTorch's.
+_OURS: Mapping[Any, Callable] = {torch.ops.ztrans.stochastic_round.default: rounded}
 
 
 class Strided(NamedTuple):
@@ -181,7 +185,8 @@ def fused(
 
     with fake() as mode:
         fakes = [layout.empty() for layout in like]
-        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+        decompositions = {**select_decomp_table(), **_OURS}
+        module = make_fx(function, decomposition_table=decompositions)(*fakes)
         # Constant folding would replace x * 1 by x, whose storage the result must not share.
         with config.patch(joint_graph_constant_folding=False):
             module = joint_graph_passes(module)

@@ -1,0 +1,195 @@
+"""Store parameters and moments in bf16 between steps, and round their new values at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from ..ir.graph import Eqn, Graph, Names, Var, dce
+from ..ir.layout import LeafSharding
+from ..ir.op_facts import CAST, rearranges
+from ..ir.printer import first_names
+from ..ir.rewriter import Rewriter
+from .base import Transform, Where, check_where, constructor, matches, program_shardings
+from .stored_leaves import StoredLeaves
+
+aten = torch.ops.aten
+_ROUND = torch.ops.ztrans.stochastic_round.default
+_KEYS = torch.ops.ztrans.leaf_keys.default
+_ROUNDINGS = ("stochastic", "nearest")
+
+
+@constructor
+def store(
+    dtype: torch.dtype,
+    *,
+    where: Where | None = None,
+    rounding: Literal["stochastic", "nearest"] = "stochastic",
+    seed: int = 0,
+) -> Transform:
+    """Store leaves of the state in bf16 between steps, and compute in fp32.
+
+    A step reads the stored leaves, casts them to fp32 where forward, backward and the update read them, and rounds each
+    new value once, at its end. With fp32 parameters and AdamW this halves the state. Stochastic rounding is up or down,
+    with the odds that keep the mean: rounding to nearest would drop every update that is less than 1/512 of its
+    parameter, so a model stops learning at small learning rates. The random bits are a hash of the seed, of the number
+    of the step, which this transform keeps, and of a leaf's name and the element's index. So they are the same on any
+    number of ranks, and after a restart. On one rank values are rounded too.
+
+    `step.shard(state)` rounds the leaves to nearest. They stay bf16 in checkpoints, and in what `step.unshard` and
+    `zt.state_dict` return. A chosen leaf that is bf16 already is also computed in fp32.
+
+    Rewrites:
+        y = mm(x, w)                                     y = mm(x, cast(w, f32))
+        w1 = update(w, g)                          -->   w1 = stochastic_round(update(cast(w, f32), g), key)
+        h = cast(view(w), bf16)                          h = view(w)
+
+    Args:
+        dtype: torch.bfloat16.
+        where: the leaves to store: a pattern for `fnmatch` of their paths, such as "params.*", or a function
+            `where(path, leaf)` of the path and a meta tensor in fp32. By default all leaves but buffers of a module.
+            Of these, leaves in fp32 with at least one dim are stored; scalars and integers stay.
+        rounding: "stochastic", or "nearest".
+        seed: the seed of stochastic rounding, a whole number.
+
+    Raises: TypeError for another dtype, or if `where` is neither of these; ValueError for another rounding or seed.
+        When the step is lowered, ValueError if no leaf is stored, or, without `where`, if the step does not update one.
+        When it is called, TypeError if the state has not been through `step.shard`.
+
+    Source: Zamirai et al., Revisiting BFloat16 Training, 2020; `bf16_stochastic_round` of torchao.
+
+    >>> store(torch.bfloat16, where="optimizer.*", rounding="nearest")
+    store(dtype=torch.bfloat16, where='optimizer.*', rounding='nearest')
+    """
+    if dtype is not torch.bfloat16:
+        raise TypeError(
+            f"store: dtype={dtype!r}; leaves are stored in torch.bfloat16, which has the range of fp32. In fp16, second"
+            f" moments would become 0."
+        )
+    if where is not None:
+        check_where("store", where, "params.*")
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"store: rounding={rounding!r}; it is 'stochastic' or 'nearest'.")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"store: seed={seed!r}; it is a whole number.")
+    return Store(dtype, where, rounding, seed)
+
+
+@dataclass(frozen=True)
+class Store(Transform):
+    """The transform that `store` returns."""
+
+    dtype: torch.dtype
+    where: Where | None = None
+    rounding: str = "stochastic"
+    seed: int = 0
+
+    # After `remat` and `tile`, which look at a step as it was written.
+    phase: ClassVar[float] = 1
+
+    def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
+        is_stored = leaf.dtype in (torch.float32, self.dtype) and leaf.ndim > 0
+        if self.where is None:
+            is_stored = is_stored and not path.startswith("buffers.")
+        else:
+            is_stored = is_stored and matches(self.where, path, leaf.to(torch.float32))
+        return LeafSharding(dtype=self.dtype if is_stored else None)
+
+    def rewrite(self, graph: Graph) -> Graph:
+        stored = {}
+        for v, sharding in program_shardings(graph, [self]).items():
+            if sharding.dtype is not None:
+                stored[v] = dataclasses.replace(v, dtype=sharding.dtype)
+        self._check(graph, stored)
+        keys: dict[str, Var] = {}
+        if self.rounding == "stochastic":
+            graph, keys = self._with_keys(
+                graph, [v for v, new in graph.leaves if v in stored and new is not v]
+            )
+
+        def rounded(new: Rewriter, value: Var, leaf: Var) -> list[Eqn]:
+            name = new.fresh_name(f"{value.name}.bf16")
+            out = Var(name, self.dtype, value.shape)
+            if self.rounding == "nearest":
+                return [Eqn(CAST, (value,), (out,), {"dtype": self.dtype})]
+            args = (value, keys[leaf.name], list(value.shape), [0] * len(value.shape))
+            return [Eqn(_ROUND, args, (out,))]
+
+        return _without_round_trips(StoredLeaves(graph, stored, _widened, rounded).program())
+
+    def _with_keys(self, graph: Graph, leaves: list[Var]) -> tuple[Graph, dict[str, Var]]:
+        """The program that counts its steps and computes the key of each leaf, and these keys by name."""
+        if not leaves:
+            return graph, {}
+        names = Names.of(graph)
+        (step,) = (v for v in graph.state if v.name == "store.step")
+        after = Var(names.fresh("step"), step.dtype, ())
+        vector = Var(names.fresh("keys"), torch.int32, (len(leaves),))
+        keys = [Var(names.fresh(f"{v.name}.key"), torch.int32, ()) for v in leaves]
+        seeds = [zlib.crc32(f"{self.seed} {v.name}".encode()) for v in leaves]
+        eqns = [
+            Eqn(_KEYS, (step, seeds), (vector,)),
+            Eqn(aten.unbind.int, (vector,), tuple(keys)),
+            Eqn(aten.add.Tensor, (step, 1), (after,)),
+        ]
+        outputs = tuple(after if old is step else new for old, new in graph.leaves)
+        graph = graph.replace(
+            eqns=(*(e.replace(region="update") for e in eqns), *graph.eqns),
+            outputs=(*outputs, *graph.outputs[graph.num_state :]),
+        )
+        return graph, {v.name: key for v, key in zip(leaves, keys)}
+
+    def _check(self, graph: Graph, stored: Mapping[Var, Var]) -> None:
+        """Raises: ValueError if no leaf is stored, or one that the step does not update and the user has not chosen."""
+        if not stored:
+            raise ValueError(
+                f"store: where={self.where!r} chooses no leaf of {graph.name} that is fp32 and has dims.\n"
+                f"These are {first_names([v.name for v in graph.state])}."
+            )
+        unchanged = [old.name for old, new in graph.leaves if old in stored and new is old]
+        if self.where is None and 0 < len(unchanged) < len(stored):
+            raise ValueError(
+                f"store: {graph.name} does not update {first_names(unchanged)}, so bf16 would only make them less "
+                f"precise.\nChoose the leaves: where=lambda path, leaf: path.startswith(...); where='*' stores these "
+                f"too."
+            )
+
+
+def _widened(new: Rewriter, leaf: Var, stored: Var) -> list[Eqn]:
+    """The cast of a stored leaf to the dtype in which the step computes."""
+    out = Var(new.fresh_name(f"{leaf.name}.f32"), leaf.dtype, leaf.shape)
+    return [Eqn(CAST, (stored,), (out,), {"dtype": leaf.dtype})]
+
+
+def _without_round_trips(graph: Graph) -> Graph:
+    """The program without casts to fp32 and back: `cast(view(cast(w, f32)), bf16)` is `view(w)`."""
+    new = Rewriter(graph)
+    for e in graph.eqns:
+        views: list[Eqn] = []
+        source = e
+        while source is not None and (rearranges(source) or source is e):
+            views.append(source)
+            source = new.makers.get(source.ins[0])
+        if not _casts(e) or source is None or not _casts(source):
+            continue
+        wide, narrow = source.out.dtype, source.ins[0].dtype
+        if narrow != e.out.dtype or torch.promote_types(narrow, wide) != wide:
+            continue
+        value = source.ins[0]
+        new.drop(e)
+        for view in reversed(views[1:]):
+            out = new.fresh(view.out, dtype=narrow)
+            new.insert_before(e, view.replace(args=(value, *view.args[1:]), outs=(out,)))
+            value = out
+        new.alias(e.out, value)
+    return dce(new.applied())
+
+
+def _casts(e: Eqn) -> bool:
+    """Whether an equation casts a value and does nothing else."""
+    return e.op is CAST and e.kwargs.keys() == {"dtype"}
