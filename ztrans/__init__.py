@@ -34,6 +34,7 @@ from .transforms.owned_updates import owned_updates
 from .transforms.prefetch import prefetch
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
+from .transforms.store import store
 from .transforms.tile import tile
 from .weights import state_dict
 
@@ -45,7 +46,7 @@ __all__ = [
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "local_steps",
     "make_mesh", "nesterov", "offload", "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch",
     "psum", "pvary", "remat", "request_stop", "save", "search", "shard_params", "sharding_rule", "stages",
-    "state_dict", "stop_on", "stream_weights", "testing", "tile", "write_back",
+    "state_dict", "stop_on", "store", "stream_weights", "testing", "tile", "write_back",
 ]  # fmt: skip
 
 

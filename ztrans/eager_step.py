@@ -223,7 +223,7 @@ def one_set_of_axes(
 def _whole_leaves(
     state: Any, mesh: DeviceMesh | None, shardings: Sequence[LeafSharding]
 ) -> list[torch.Tensor]:
-    """Copies of the whole leaves of a state, on the device of the step. A number becomes a tensor, as in a program."""
+    """Copies of the whole leaves of a state as the step computes them, on its device. A number becomes a tensor."""
     with torch.no_grad():
         full = pytree.tree_leaves(unshard_state(state, mesh, shardings))
     whole = []
@@ -231,6 +231,8 @@ def _whole_leaves(
         x = as_tensor(x).detach()
         if sharding.memory != "device" and mesh is not None:
             x = x.to(mesh.device_type)
+        if sharding.dtype is not None:
+            x = x.to(torch.float32)
         whole.append(x.requires_grad_(getattr(leaf, "requires_grad", False)))
     return whole
 

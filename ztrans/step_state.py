@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,9 @@ class StepState:
                     f"parallelize_module does.\nLeave this leaf out: {kept.transform}(where=...)."
                 )
             return first_value(kept, blank, sharding, mesh, device)
+        if kept.dtype is None and sharding_of(self.transforms, kept.like, like).dtype is not None:
+            # The leaf is stored in a narrower dtype than the step, and the transform that keeps this one, read.
+            kept = dataclasses.replace(kept, dtype=torch.float32)
         sharding = sharding_of(self.transforms, kept.name, like, kept)
         return first_value(kept, like, sharding, mesh, like.device)
 

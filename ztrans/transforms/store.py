@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Names, Var, dce
+from ..ir.graph import Eqn, Graph, Kept, Var, dce
 from ..ir.layout import LeafSharding
 from ..ir.op_facts import CAST, rearranges
 from ..ir.printer import first_names
@@ -42,7 +42,7 @@ def store(
     number of ranks, and after a restart. On one rank values are rounded too.
 
     `step.shard(state)` rounds the leaves to nearest. They stay bf16 in checkpoints, and in what `step.unshard` and
-    `zt.state_dict` return. A chosen leaf that is bf16 already is also computed in fp32.
+    `zt.state_dict` return. A chosen leaf that is bf16 already is also computed in fp32. `zt.eager` rounds to nearest.
 
     Rewrites:
         y = mm(x, w)                                     y = mm(x, cast(w, f32))
@@ -89,8 +89,12 @@ class Store(Transform):
     rounding: str = "stochastic"
     seed: int = 0
 
-    # After `remat` and `tile`, which look at a step as it was written.
-    phase: ClassVar[float] = 1
+    # After all transforms that read a step as it was written, in fp32, such as `ema`.
+    phase: ClassVar[float] = 1.5
+
+    def keeps(self, leaves: Mapping[str, torch.Tensor]) -> Sequence[Kept]:
+        is_random = self.rounding == "stochastic"
+        return [Kept("step", like=(), dtype=torch.int64)] if is_random else []
 
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
         is_stored = leaf.dtype in (torch.float32, self.dtype) and leaf.ndim > 0
@@ -126,23 +130,20 @@ class Store(Transform):
         """The program that counts its steps and computes the key of each leaf, and these keys by name."""
         if not leaves:
             return graph, {}
-        names = Names.of(graph)
-        (step,) = (v for v in graph.state if v.name == "store.step")
-        after = Var(names.fresh("step"), step.dtype, ())
-        vector = Var(names.fresh("keys"), torch.int32, (len(leaves),))
-        keys = [Var(names.fresh(f"{v.name}.key"), torch.int32, ()) for v in leaves]
-        seeds = [zlib.crc32(f"{self.seed} {v.name}".encode()) for v in leaves]
+        new = Rewriter(graph)
+        step = graph.kept_by(self.name)["step"]
+        after = new.fresh(step, ".new")
+        vector = Var(new.fresh_name("keys"), torch.int32, (len(leaves),))
+        keys = [Var(new.fresh_name(f"{v.name}.key"), torch.int32, ()) for v in leaves]
+        names = [zlib.crc32(f"{self.seed} {v.name}".encode()) for v in leaves]
         eqns = [
-            Eqn(_KEYS, (step, seeds), (vector,)),
+            Eqn(_KEYS, (step, names), (vector,)),
             Eqn(aten.unbind.int, (vector,), tuple(keys)),
             Eqn(aten.add.Tensor, (step, 1), (after,)),
         ]
-        outputs = tuple(after if old is step else new for old, new in graph.leaves)
-        graph = graph.replace(
-            eqns=(*(e.replace(region="update") for e in eqns), *graph.eqns),
-            outputs=(*outputs, *graph.outputs[graph.num_state :]),
-        )
-        return graph, {v.name: key for v, key in zip(leaves, keys)}
+        new.insert_before(graph.eqns[0], *(e.replace(region="update") for e in eqns))
+        new.set_leaf(step, after)
+        return new.applied(), {v.name: key for v, key in zip(leaves, keys)}
 
     def _check(self, graph: Graph, stored: Mapping[Var, Var]) -> None:
         """Raises: ValueError if no leaf is stored, or one that the step does not update and the user has not chosen."""
