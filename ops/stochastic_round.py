@@ -99,12 +99,16 @@ def _rounded(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 def reference(
     x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
 ) -> torch.Tensor:
-    """`rounded`, block by block, so that its dozen temporary values stay in the cache."""
+    """`rounded`, block by block, so that its dozen temporary values are small and stay in the cache."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     elements = x.reshape(-1).split(_CPU_BLOCK)
-    indices = _indices(x, whole, offsets).reshape(-1).split(_CPU_BLOCK)
-    for some, index, result in zip(elements, indices, out.view(-1).split(_CPU_BLOCK)):
+    start, inner, skipped = flat_part(x.shape, whole, offsets)
+    first = 0
+    for some, result in zip(elements, out.view(-1).split(_CPU_BLOCK)):
+        i = torch.arange(first, first + len(some), device=x.device)
+        index = (start + i + i // inner * skipped).int()
         result.copy_(_rounded(some, _hash(index ^ key)))
+        first += len(some)
     return out
 
 

@@ -171,20 +171,22 @@ def _without_round_trips(graph: Graph) -> Graph:
     """The program without casts to fp32 and back: `cast(view(cast(w, f32)), bf16)` is `view(w)`."""
     new = Rewriter(graph)
     for e in graph.eqns:
+        if not _casts(e):
+            continue
         views: list[Eqn] = []
-        source = e
-        while source is not None and (rearranges(source) or source is e):
+        source = new.makers.get(e.ins[0])
+        while source is not None and rearranges(source):
             views.append(source)
             source = new.makers.get(source.ins[0])
-        if not _casts(e) or source is None or not _casts(source):
-            continue
-        wide, narrow = source.out.dtype, source.ins[0].dtype
-        if narrow != e.out.dtype or torch.promote_types(narrow, wide) != wide:
+        if source is None or not _casts(source):
             continue
         value = source.ins[0]
+        is_wider = torch.promote_types(value.dtype, source.out.dtype) == source.out.dtype
+        if value.dtype != e.out.dtype or not is_wider:
+            continue
         new.drop(e)
-        for view in reversed(views[1:]):
-            out = new.fresh(view.out, dtype=narrow)
+        for view in reversed(views):
+            out = new.fresh(view.out, dtype=value.dtype)
             new.insert_before(e, view.replace(args=(value, *view.args[1:]), outs=(out,)))
             value = out
         new.alias(e.out, value)
