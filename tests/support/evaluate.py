@@ -138,7 +138,6 @@ def memory(problem: Problem, schedule: Schedule) -> np.ndarray:
     buffers += problem.lever_buffers(schedule.levers)
     for bucket in schedule.gathers:
         gathers = [problem.gathers[i] for i in bucket.members]
-        buffers += [Buffer(g.bytes, 2 * bucket.start, 2 * g.use - 1) for g in gathers]
         buffers += gather_buffers(problem, gathers, bucket.start, bucket.wait)
     reductions = []
     for bucket in schedule.reductions:

@@ -100,13 +100,13 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
     """Every storage and buffer of a program, from the equation that allocates it to the last one that needs it.
 
     Inputs belong to the caller, so they are live throughout. The new state is in the storage of the old state. Gathers
-    carried from the step before are live until their last use, the sources of carried copies until their wait. Storages
-    in all memories are in the list.
+    carried from the step before are live until their last use, the sources of carried copies until their wait. Codes
+    become the values of a whole bucket at its first wait. Storages in all memories are in the list.
     """
     size = local_bytes(graph)
     end = len(graph.eqns) - 1
     first_rank = dict.fromkeys(graph.axes, 0)
-    starts = pair(graph).starts
+    starts, waits = pair(graph).starts, pair(graph).waits
     found_storages = _carried_storages(graph, donated)
     found_storages += (Storage(v, size(v), "state", 0, end) for v in graph.state)
     found_storages += (Storage(v, size(v), "batch", 0, end) for v in graph.arguments)
@@ -114,8 +114,13 @@ def storages(graph: Graph, donated: Donation) -> list[Storage]:
         for k, out in enumerate(e.outs):
             if out is not None and donated.owner[out] is out:
                 allocated = rules(e).received_bytes(e, k, graph.axes) if out.future else size(out)
+                first = i
                 last = min(donated.last[out], end)
-                found_storages.append(Storage(out, allocated, str(e.source or ""), i, last))
+                if e in starts and rules(e).decoding(e, graph.axes):
+                    last = min(last, starts[e].first_wait)
+                elif e in waits and rules(waits[e].start).decoding(waits[e].start, graph.axes):
+                    first = waits[e].started.first_wait
+                found_storages.append(Storage(out, allocated, str(e.source or ""), first, last))
 
         # Temporaries, which are live only while the equation runs.
         scores = score_bytes(e, lambda v: local_shape(v, graph.axes, first_rank))
@@ -147,7 +152,9 @@ def _carried_storages(graph: Graph, donated: Donation) -> list[Storage]:
             found_storages.append(Storage(source, size, line, 0, wait.started.first_wait))
             continue
         size = rules(start).received_bytes(start, wait.member, graph.axes)
-        found_storages.append(Storage(v, size, line, 0, donated.last[v]))
+        is_decoded = rules(start).decoding(start, graph.axes)
+        last = wait.started.first_wait if is_decoded else donated.last[v]
+        found_storages.append(Storage(v, size, line, 0, last))
         if not wait.member:
             found_storages += _message_buffers(graph, start, 0, wait.started.first_wait)
     return found_storages
@@ -174,13 +181,14 @@ def live_bytes(graph: Graph, live_storages: Iterable[Storage]) -> list[int]:
 def _message_buffers(graph: Graph, start: Eqn, index: int, wait: int) -> list[Storage]:
     """The buffers of a collective that equation `index` starts and equation `wait` is the first to wait for.
 
-    Members are packed, cast or padded into the send buffer, which lives until the wait. The receive buffer of a gather
-    that unpacks its members counts at the start and at the wait.
+    Members are packed, cast, padded or encoded into the send buffer, which lives until the wait. The receive buffer of
+    a gather that unpacks its members counts at the start and at the wait. The futures of codes count themselves.
     """
     sent_bytes = rules(start).sent_bytes(start, graph.axes)
     if not sent_bytes:
         return []
-    unpacked = rules(start).unpacked_bytes(start, graph.axes)
+    is_decoded = rules(start).decoding(start, graph.axes)
+    unpacked = 0 if is_decoded else rules(start).unpacked_bytes(start, graph.axes)
     return [
         Storage(start.out, sent_bytes, "send buffer", index, wait),
         Storage(start.out, unpacked, "receive buffer", index, index),

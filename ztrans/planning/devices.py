@@ -56,6 +56,8 @@ class Device:
     edge: float = dataclasses.field(default=0.0, repr=False)
     # The share of `bandwidth` that kernels other than copies reach.
     streaming: float = dataclasses.field(default=1.0, repr=False)
+    # How many times as long as a copy it takes to encode or decode, for each byte that is read and written.
+    coding: float = dataclasses.field(default=1.0, repr=False)
 
     @property
     def limit(self) -> int | None:

@@ -184,15 +184,18 @@ def _send_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     device = cluster.device
     link = cluster.link(e.kwargs["axis"])
     sending = link.overhead + link.byte_overhead * rules(e).wire_bytes(e, graph.axes)
-    if link.includes_packing:
-        return sending
     # A GPU packs beside compute: then these seconds are in the message (see `messages`).
     packing = _packing_seconds(e, graph, cluster) if device.gloo else 0.0
-    return device.kernel_gap + sending + packing
+    launch = 0.0 if link.includes_packing else device.kernel_gap
+    return launch + sending + packing
 
 
 def _packing_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds to copy values into the send buffer of a collective."""
+    """The seconds to copy values into the send buffer of a collective, or to encode them."""
+    device = cluster.device
+    encoding = rules(e).encoding(e, graph.axes)
+    if encoding:
+        return device.coding * encoding / device.bandwidth
     if cluster.link(e.kwargs["axis"]).includes_packing:
         return 0.0
     size = local_bytes(graph)
@@ -200,21 +203,25 @@ def _packing_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     for k, v in enumerate(e.ins):
         if not rules(e).sends_without_copy(e, k, graph.axes):
             copied += size(v)
-    return 2 * copied / cluster.device.bandwidth  # each byte is read and written
+    return 2 * copied / device.bandwidth  # each byte is read and written
 
 
 def _wait_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     """The seconds of compute to turn the received bytes of a collective into values."""
     device = cluster.device
     measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(rules(e).kind.name)
-    if measured_unpack is not None:
+    if measured_unpack is not None and not rules(e).decoding(e, graph.axes):
         return device.kernel_gap + measured_unpack * rules(e).wire_bytes(e, graph.axes)
     return device.kernel_gap + (_unpacking_seconds(e, graph, cluster) if device.gloo else 0.0)
 
 
 def _unpacking_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
-    """The seconds to unpack a collective, estimated from the bytes that unpacking moves."""
-    return rules(e).unpacking_traffic(e, graph.axes) / cluster.device.bandwidth
+    """The seconds to unpack or decode a collective, estimated from the bytes that this moves."""
+    device = cluster.device
+    decoding = rules(e).decoding(e, graph.axes)
+    if decoding:
+        return device.coding * decoding / device.bandwidth
+    return rules(e).unpacking_traffic(e, graph.axes) / device.bandwidth
 
 
 # The messages of a program.
@@ -254,7 +261,7 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:
     """The message with the seconds in which a GPU packs and unpacks it beside compute."""
     message = message._replace(pack_beside=_packing_seconds(e, graph, cluster))
-    if cluster.link(e.kwargs["axis"]).includes_packing:
+    if cluster.link(e.kwargs["axis"]).includes_packing and not rules(e).decoding(e, graph.axes):
         return message
     unpack = _unpacking_seconds(e, graph, cluster)
     if message.inside is None:

@@ -36,7 +36,7 @@ from .levers import ProgramLever, all_gathers, program_levers, with_all_axes
 from .network import Message
 from .problem_memory import with_memory
 from .skeleton import Collective, Skeleton
-from .solver.problem import Gather, Inside, Lever, Problem, Reduction, Update, Wire
+from .solver.problem import Coding, Gather, Inside, Lever, Problem, Reduction, Update, Wire
 
 
 def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
@@ -187,10 +187,14 @@ def _gathers(s: Skeleton) -> tuple[Gather, ...]:
 
 def _gather(collective: Collective, sizes: Sizes, use: int, last: int) -> Gather:
     start = collective.start
+    coding = _coding(start, sizes)
+    codes = rules(start).received_bytes(start, 0, sizes) + rules(start).sent_bytes(start, sizes)
     return Gather(
         key=collective.key,
         wire=rules(start).wire_bytes(start, sizes),
-        bytes=rules(start).received_bytes(start, 0, sizes),
+        bytes=rules(start).value_bytes(start, 0, sizes),
+        codes=codes if coding.decoded else 0,
+        coding=coding,
         use=use,
         last=last,
         arriving=bytes_on_first_rank(start.ins[0], sizes) if collective.arrival else 0,
@@ -322,14 +326,22 @@ def _last_waits(s: Skeleton, floating: Set[Eqn]) -> list[int]:
 def _reduction(
     start: Eqn, key: tuple, size: Callable[[Var], int], axes: Sizes, born: int
 ) -> Reduction:
+    coding = _coding(start, axes)
     return Reduction(
         key,
         wire=rules(start).wire_bytes(start, axes),
         bytes=size(start.ins[0]),
         born=born,
         copied=not rules(start).sends_without_copy(start, 0, axes),
+        decoded=rules(start).value_bytes(start, 0, axes) if coding.decoded else 0,
+        coding=coding,
         small=is_small(start, 0, axes),
     )
+
+
+def _coding(start: Eqn, sizes: Sizes) -> Coding:
+    """The traffic of encoding and decoding the one member of a collective; none if it is sent in a dtype."""
+    return Coding(rules(start).encoding(start, sizes), rules(start).decoding(start, sizes))
 
 
 # How messages travel.
@@ -389,8 +401,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
         tree = tree_ways[0] if tree_ways else None
 
     measured_unpack = dict(link.unpack).get(kind)
+    coded = bool(rules(start).decoding(start, graph.axes))  # then its members have the traffic of their codes
     unpacked = 0
-    if measured_unpack is None:
+    if measured_unpack is None and not coded:
         unpacked = rules(start).unpacking_per_byte
     if link.includes_packing and not device.gloo:
         unpacked = 0
@@ -402,9 +415,10 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
         pace,
         overhead=kernels * device.kernel_gap + link.overhead,
         byte_overhead=link.byte_overhead,
-        unpack=measured_unpack or 0.0,
+        unpack=0.0 if coded else measured_unpack or 0.0,
+        coding=device.coding / device.bandwidth if coded else 0.0,
         ranks=graph.axes[axis],
-        pack=0.0 if link.includes_packing else 2 / device.bandwidth,
+        pack=0.0 if link.includes_packing or coded else 2 / device.bandwidth,
         copy_out=unpacked / device.bandwidth,
         beside=not device.gloo,
         inside=inside,

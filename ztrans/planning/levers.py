@@ -64,7 +64,7 @@ def _keep_whole(s: Skeleton) -> Iterator[ProgramLever]:
         if earlier is None:
             continue
         again = s.gathers[i]
-        size = rules(again.start).received_bytes(again.start, 0, s.graph.axes)
+        size = rules(again.start).value_bytes(again.start, 0, s.graph.axes)
         yield ProgramLever(
             WHOLE,
             again.name,

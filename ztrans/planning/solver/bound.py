@@ -208,10 +208,11 @@ def _gather_job(
         if required or not kept_bytes:
             for k in lever.sends:
                 other = problem.gathers[k]
-                size = min(size, other.bytes)
+                size = min(size, other.under_way)
                 alternatives.append(_job(problem, other, other.release, g.use))
     if not required and not size:
         return None
+    size = min(size, g.under_way)
     # Whichever of them is sent, it takes no less than the least of all in every respect.
     least: dict[str, Any] = {}
     for cost in _COSTS:

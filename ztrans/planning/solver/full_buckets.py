@@ -35,8 +35,9 @@ def gather_buckets(
     def fits(members: Sequence[int]) -> bool:
         gathers = [problem.gathers[i] for i in members]
         use = min(g.use for g in gathers)
-        # A small member is live twice where it is unpacked: in the shared buffer, and as its value.
-        size = sum(g.bytes * (1 + g.small) for g in gathers)
+        # A small member is live twice where it is unpacked: in the shared buffer, and as its value. Codes are live
+        # beside the value that they become.
+        size = sum(g.bytes + (g.codes or g.bytes * g.small) for g in gathers)
         most = min(portion * room[use], problem.gathers_in_flight)
         released = max(g.release for g in gathers) <= use
         return released and size <= most

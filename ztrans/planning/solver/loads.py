@@ -156,22 +156,22 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
     release = max(g.release for g in gathers)
     if release > use:
         raise Rejected
-    size = sum(g.bytes for g in gathers)
     packed = packed_values(gathers)
     part = packed // problem.wires[gathers[0].key].ranks
-    # All members are live from the first use on, also those with a later use.
-    early = [Buffer(g.bytes, 2 * use, 2 * g.use - 1) for g in gathers]
     message = message_of(problem, gathers, use, use)
+    # All values are live from the first use on, also those of members with a later use, and so are all codes.
+    together = gather_buffers(problem, gathers, use, use)
+    alone = [Buffer(-g.codes, 2 * g.use, 2 * g.use) for g in gathers if g.codes]
     return GatherLoad(
         members=members,
         use=use,
         release=release,
-        bytes=size,
-        size=size + part,
+        bytes=sum(g.bytes for g in gathers),
+        size=sum(g.under_way for g in gathers) + part,
         extra_at_start=packed + sum(g.arriving for g in gathers),
         message=message,
         seconds_alone=message.alone,
-        rises=rises([*early, *gather_buffers(problem, gathers, use, use)]),
+        rises=rises([*together, *alone]),
     )
 
 
@@ -246,8 +246,13 @@ class LeverLoad(NamedTuple):
 
 
 def lever_load(problem: Problem, without_levers: np.ndarray, levers: Levers) -> LeverLoad:
-    """The load of some levers. `without_levers` are the bytes that are live without them."""
-    live = without_levers + live_by_slot(problem.lever_buffers(levers), len(without_levers))
+    """The load of some levers. `without_levers` are the bytes that are live without them, and without codes."""
+    buffers = problem.lever_buffers(levers)
+    if any(g.codes for g in problem.gathers):
+        dropped = problem.dropped(levers)
+        sent = (g for i, g in enumerate(problem.gathers) if i not in dropped)
+        buffers += (Buffer(g.codes, 2 * g.use, 2 * g.use) for g in sent)
+    live = without_levers + live_by_slot(buffers, len(without_levers))
     compute = problem.compute(levers)
     if compute is problem.seconds:
         return LeverLoad(live, problem.seconds_before)

@@ -81,7 +81,9 @@ def _deadline(problem: Problem, reductions: Sequence[Reduction]) -> int:
 
 
 def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
-    """The seconds of the copies and sums of a member in any bucket: before it is sent, and after it has arrived."""
+    """The seconds of the copies, codes and sums of a member in any bucket: before it is sent, and after its arrival."""
+    if member.coding.decoded:
+        return wire.coding * member.coding.encoded, wire.coding * member.coding.decoded
     if isinstance(member, Gather):
         return wire.pack * member.bytes / wire.ranks, 0.0
     packing = wire.pack * member.bytes if member.copied else 0.0
@@ -89,8 +91,11 @@ def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
 
 
 def sharing(members: BucketMembers) -> list[Gather | Reduction]:
-    """The members of a bucket that share a buffer: the small ones, if there are several."""
-    small = [member for member in members if member.small]
+    """The members of a bucket that are copied to share a buffer: the small ones, if there are several.
+
+    Codes need no copy: they are written to the send buffer of a bucket, and decoded from the buffer that received them.
+    """
+    small = [member for member in members if member.small and not member.coding.decoded]
     return small if len(small) > 1 else []
 
 
@@ -114,11 +119,17 @@ def packed_gradients(members: BucketMembers) -> int:
 def gather_buffers(
     problem: Problem, members: Sequence[Gather], start: int, wait: int
 ) -> Iterator[Buffer]:
-    """The buffers of a bucket of gathers from its start to its wait, without the values.
+    """The buffers of a bucket of gathers, and each value up to its use.
 
-    The buffer that small members share is live where the bucket starts and where it is waited for. In between, only
-    this rank's part of it is live. What was copied to the device to be sent is live where the bucket starts.
+    A value is live from the start on. Where codes are received in its place, they are live up to the wait, and the
+    value from there on. The buffer that small members share is live where the bucket starts and where it is waited for.
+    In between, only this rank's part of it is live. What was copied to the device to be sent is live where the bucket
+    starts.
     """
+    for g in members:
+        if g.codes:
+            yield Buffer(g.codes, 2 * start, 2 * wait)
+        yield Buffer(g.bytes, 2 * (wait if g.codes else start), 2 * g.use - 1)
     arriving = sum(member.arriving for member in members)
     if arriving:
         yield Buffer(arriving, 2 * start, 2 * start)
@@ -175,11 +186,13 @@ class ReductionBytes:
 
     def at_wait(self, wait: int) -> int:
         """The peak at a wait: where a result is allocated, or where an update that may run there runs."""
-        # A wait allocates one result at a time, while the buffers of the bucket are still live. Updates run one by one.
-        largest = max((buffer.bytes for buffer in self.allocated), default=0)
+        # A wait allocates one result at a time, or decodes all of them, while the buffers of the bucket are still live.
+        # Updates run one by one.
+        results = max((buffer.bytes for buffer in self.allocated), default=0)
+        results = max(results, sum(r.decoded for r in self.members))
         running = max((size for release, size in self.temporaries if release <= wait), default=0)
         second_bytes = sum(r.second_bytes for r in self.members)
-        return max(self.under_way + largest, _total(self.staying) + second_bytes + running)
+        return max(self.under_way + results, _total(self.staying) + second_bytes + running)
 
     def buffers(self, start: int, wait: int) -> Iterator[Buffer]:
         """All buffers of the bucket, if it starts and is waited for at these places."""

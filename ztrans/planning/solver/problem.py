@@ -53,10 +53,12 @@ class Wire(NamedTuple):
         pace: seconds for a byte, if nothing else uses the link.
         overhead, byte_overhead: seconds of compute to send a message, and for each of its bytes.
         unpack: seconds of compute to turn a received byte into values.
+        coding: seconds to encode or decode, for each byte of `coding` of a member. Members that are coded have no
+            `pack` and no `copy_out`.
         ranks: the number of ranks that take part in a message.
         pack: seconds to copy a byte that is sent.
         copy_out: seconds to copy a received byte out of a buffer, or to sum it.
-        beside: whether `pack` and `copy_out` run beside compute. Otherwise compute stands still for them.
+        beside: whether `pack`, `copy_out` and `coding` run beside compute. Otherwise compute stands still for them.
         inside: the first level of a hierarchical message.
         taken: the share of compute that a message takes while it is under way.
         tree: the latency and the pace of a message that is sent over a tree, where that may be faster.
@@ -69,6 +71,7 @@ class Wire(NamedTuple):
     overhead: float = 0.0
     byte_overhead: float = 0.0
     unpack: float = 0.0
+    coding: float = 0.0
     ranks: int = 1
     pack: float = 0.0
     copy_out: float = 0.0
@@ -91,8 +94,15 @@ class Wire(NamedTuple):
         return self.latency if self.tree is None else min(self.latency, self.tree[0])
 
 
+class Coding(NamedTuple):
+    """The bytes of memory that are read and written to encode what a rank sends of a member, and to decode it."""
+
+    encoded: int = 0
+    decoded: int = 0
+
+
 class Gather(NamedTuple):
-    """A gather. Its value is live from its start to operation `last`.
+    """A gather. Its value is live from its start to operation `last`, or if it is coded, from its wait on.
 
     Attributes:
         key: members of a bucket share it. `Problem.wires` says how a message with this key travels.
@@ -102,6 +112,9 @@ class Gather(NamedTuple):
         release: the earliest place at which it may start.
         repeats: the earlier gather of the same value, if that value may be kept.
         arriving: the bytes that are copied to the device to be sent, and are live where it starts.
+        codes: the bytes that are received in place of the value, from its start to its wait, where all values of its
+            bucket are decoded; 0 if the value itself is received.
+        coding: what is read and written to encode and decode it.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
     """
@@ -114,8 +127,15 @@ class Gather(NamedTuple):
     release: int = 0
     repeats: int | None = None
     arriving: int = 0
+    codes: int = 0
+    coding: Coding = Coding()
     small: bool = False
     name: str = ""
+
+    @property
+    def under_way(self) -> int:
+        """The bytes that are live between its start and its wait."""
+        return self.codes or self.bytes
 
 
 class Reduction(NamedTuple):
@@ -134,6 +154,8 @@ class Reduction(NamedTuple):
         second: the reduction of its result, for instance over replicas. It is sent right after the wait, in the same
             bucket. It is waited for right after the next second reduction has been sent, or where it is needed.
         second_bytes: the bytes that are live for the second reduction.
+        decoded: the bytes of the result if it is decoded from codes; a wait decodes all results of a bucket.
+        coding: as in `Gather`.
         small: whether it shares a buffer with other small members of its bucket.
         name: its name in a plan.
     """
@@ -148,6 +170,8 @@ class Reduction(NamedTuple):
     temporaries: tuple[tuple[int, int], ...] = ()
     second: Reduction | None = None
     second_bytes: int = 0
+    decoded: int = 0
+    coding: Coding = Coding()
     small: bool = False
     name: str = ""
 
