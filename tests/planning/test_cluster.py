@@ -278,6 +278,7 @@ def test_calibrate_measures_the_device_on_one_rank():
     assert (
         1e-8 < cluster.device.kernel_gap < 1e-3
         and dataclasses.asdict(cluster.device)["memory"] > 1e8
+        and 0.1 < cluster.device.coding < 100
     )
 
 

@@ -401,7 +401,9 @@ def _wire(start: Eqn, graph: Graph, cluster: Cluster, share_of_products: float) 
         tree = tree_ways[0] if tree_ways else None
 
     measured_unpack = dict(link.unpack).get(kind)
-    coded = bool(rules(start).decoding(start, graph.axes))  # then its members have the traffic of their codes
+    coded = bool(
+        rules(start).decoding(start, graph.axes)
+    )  # then its members have the traffic of their codes
     unpacked = 0
     if measured_unpack is None and not coded:
         unpacked = rules(start).unpacking_per_byte

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import ops
 from ..ir.axes import groups_along, neighbours
 from ..ir.collectives import COLLECTIVES, Start
 from ..ir.graph import DTYPES
@@ -135,6 +136,7 @@ def _measure_device(device: torch.device, ranks_on_host: int) -> Device:
     big = torch.ones(elements, device=device)
     copy = torch.empty_like(big)
     bandwidth = 2 * big.nbytes / _median_seconds(lambda: copy.copy_(big), device)
+    coding = _times_of_a_copy(big[: elements // 4].view(1, -1), bandwidth, device)
 
     scalar = torch.ones(1, device=device)
 
@@ -146,7 +148,7 @@ def _measure_device(device: torch.device, ranks_on_host: int) -> Device:
     if device.type == "cpu":
         name = f"cpu, {torch.get_num_threads()} threads"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_on_host
-        return Device(name, flops, bandwidth, launch, memory, gloo=True)
+        return Device(name, flops, bandwidth, launch, memory, gloo=True, coding=coding)
 
     module = torch.get_device_module(device)
     # Adding one element takes the host longer than the GPU, so the loop has measured the host.
@@ -157,7 +159,24 @@ def _measure_device(device: torch.device, ranks_on_host: int) -> Device:
         bandwidth=bandwidth,
         memory=module.mem_get_info()[1],
         launch_overhead=launch,
+        coding=coding,
     )
+
+
+def _times_of_a_copy(rows: torch.Tensor, bandwidth: float, device: torch.device) -> float:
+    """How many times as long as copies encoding and decoding take, for each byte that is read and written.
+
+    The codes have 8 bits, in blocks of 256. Those of 4 bits take about as long for each element.
+    """
+    codes = ops.encode(rows, 8, 256)
+    decoded = torch.empty_like(rows)
+
+    def encode_and_decode() -> None:
+        ops.encode(rows, 8, 256, out=codes)
+        ops.decode(codes, rows.shape[1], rows.dtype, 8, 256, out=decoded)
+
+    traffic = 2 * (rows.nbytes + codes.nbytes)
+    return _median_seconds(encode_and_decode, device) * bandwidth / traffic
 
 
 def _measure_rates(device: torch.device) -> tuple[tuple[str, float], ...]:
