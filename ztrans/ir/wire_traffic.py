@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from .collectives import is_start, role, rules
 from .graph import Graph
 from .micro_batches import micro_batch_programs
 from .printer import format_bytes
+from .wire_format import Coded
 
 
 class WireTraffic(NamedTuple):
@@ -17,15 +19,19 @@ class WireTraffic(NamedTuple):
         collectives: the number of collectives.
         values: the number of values in them.
         bytes: the bytes that a rank receives.
+        coded: (format, the number of values that are sent as its codes).
     """
 
     collectives: int = 0
     values: int = 0
     bytes: int = 0
+    coded: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         collectives = _count(self.collectives, "collective")
-        return f"{collectives} of {_count(self.values, 'value')}, {format_bytes(self.bytes)}"
+        texts = [f"{collectives} of {_count(self.values, 'value')}"]
+        texts += (f"{values} as {wire}" for wire, values in self.coded)
+        return ", ".join([*texts, format_bytes(self.bytes)])
 
 
 def wire_traffic(graph: Graph) -> dict[tuple[str, str], WireTraffic]:
@@ -35,10 +41,14 @@ def wire_traffic(graph: Graph) -> dict[tuple[str, str], WireTraffic]:
         for eqn in filter(is_start, program.eqns):
             axis_and_role = eqn.kwargs["axis"], role(eqn)
             earlier = totals.get(axis_and_role, WireTraffic())
+            coded = Counter(dict(earlier.coded))
+            if isinstance(eqn.kwargs["dtype"], Coded):
+                coded[str(eqn.kwargs["dtype"])] += times * len(eqn.outs)
             totals[axis_and_role] = WireTraffic(
                 earlier.collectives + times,
                 earlier.values + times * len(eqn.outs),
                 earlier.bytes + times * rules(eqn).wire_bytes(eqn, graph.axes),
+                tuple(sorted(coded.items())),
             )
     return dict(sorted(totals.items()))
 

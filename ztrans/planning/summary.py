@@ -7,7 +7,7 @@ simulated one.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from ..ir.collectives import is_start
 from ..ir.graph import Graph
 from ..ir.micro_batches import micro_batch_programs
 from ..ir.printer import format_bytes, format_seconds
+from ..ir.wire_traffic import wire_traffic
 from ..report.table import columns
 from ..report.timeline import Timeline
 from .cluster import Cluster
@@ -41,6 +42,7 @@ class Summary:
         run_seconds: the same with recomputation.
         timelines: the simulated step, and the measured one if there is a profile.
         link_seconds: ((axis, link), seconds that its messages take), such as inside hosts and between them.
+        coded: ((axis, format), the number of values that are sent as its codes).
         memory: the bytes that are live on the device.
         cost: what one rank computes and receives.
         notes: what transforms did not do, and why.
@@ -57,6 +59,7 @@ class Summary:
     link_seconds: tuple[tuple[tuple[str, str], float], ...]
     memory: Memory
     cost: Cost
+    coded: tuple[tuple[tuple[str, str], int], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,7 +112,8 @@ class Summary:
             links = [
                 f"{link} {format_seconds(s)}" for (on, link), s in self.link_seconds if on == axis
             ]
-            row(f"  {axis}", [format_bytes(self.cost.over(axis))], ", ".join(links))
+            codes = [f"{count} values as {wire}" for (on, wire), count in self.coded if on == axis]
+            row(f"  {axis}", [format_bytes(self.cost.over(axis))], ", ".join([*links, *codes]))
         return "\n".join([title, columns(rows), *(f"note: {note}" for note in self.notes)])
 
 
@@ -139,6 +143,10 @@ def summarize(
     items, are_tokens = _items(written)
     run_seconds = 0.0
     link_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    coded: Counter[tuple[str, str]] = Counter()
+    for (axis, _), total in wire_traffic(graph).items():
+        for wire, values in total.coded:
+            coded[axis, wire] += values
     for part, times in micro_batch_programs(graph).runs:
         run_seconds += _peak_seconds(part, cluster) * times
         for e in filter(is_start, part.eqns):
@@ -161,6 +169,7 @@ def summarize(
         link_seconds=tuple(link_seconds.items()),
         memory=memory,
         cost=cost,
+        coded=tuple(coded.items()),
         notes=graph.hints.notes,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..ir.graph import Eqn
 from ..ir.printer import op_name
+from ..ir.wire_format import Coded
 
 COMPUTE = "compute"  # the lane of operations; every other lane has messages
 Curve = tuple[tuple[float, int], ...]  # (time, live bytes)
@@ -39,10 +40,12 @@ class Event:
 
     @property
     def title(self) -> str:
-        """The equation in short: its first result, the number of further results, and its operation."""
+        """The equation in short: its first result, the number of further results, its operation, the format of codes."""
         names = [out.base_name for out in self.eqn.results]
         further = f" +{len(names) - 1}" if len(names) > 1 else ""
-        return f"{names[0] if names else '_'}{further} = {op_name(self.eqn.op)}"
+        wire = self.eqn.kwargs.get("dtype")
+        codes = f" as {wire}" if isinstance(wire, Coded) else ""
+        return f"{names[0] if names else '_'}{further} = {op_name(self.eqn.op)}{codes}"
 
     @property
     def source_line(self) -> str:
