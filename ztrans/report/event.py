@@ -40,7 +40,7 @@ class Event:
 
     @property
     def title(self) -> str:
-        """The equation in short: its first result, the number of further results, its operation, the format of codes."""
+        """The equation in short: its first result, the number of further results, its operation, its codes."""
         names = [out.base_name for out in self.eqn.results]
         further = f" +{len(names) - 1}" if len(names) > 1 else ""
         wire = self.eqn.kwargs.get("dtype")
