@@ -7,8 +7,10 @@ import torch
 
 import ztrans as zt
 from tests.support.evaluate import evaluate
+from tests.support.formats import SentAs
 from tests.support.programs import CASES, Case, regression
 from tests.support.worlds import on_ranks
+from ztrans.ir.wire_format import Coded
 from ztrans.planning.cluster import Link
 from ztrans.planning.durations import equation_seconds, messages
 from ztrans.planning.formulate import formulate, frame
@@ -56,6 +58,32 @@ def test_a_program_does_everything_in_the_order_of_its_schedule(name, cluster):
         lowered = on_ranks(CASES[name], 4, *transforms, cluster=cluster)
         predicted, played = predicted_and_played(lowered, cluster)
         assert predicted == pytest.approx(played, rel=1e-12), stage
+
+
+SLOW_CODES = replace(ONE_AXIS, device=replace(ONE_AXIS.device, coding=50.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [SLOW_CODES, REPLICAS, GPUS], ids=["one", "replicas", "gpus"])
+def test_codes_take_their_seconds_in_plans_and_programs(cluster):
+    """Within a limit too, which no peak exceeds; and no plan beats its bound."""
+    two = cluster is not SLOW_CODES
+    mesh = zt.AbstractMesh(**({"host": 2, "dp": 2} if two else {"dp": 4}))
+    shard = zt.shard_params(mesh, axis="dp", replicate_axis="host" if two else None)
+    coded = SentAs(Coded(8, 64), Coded(4, 32))
+    limit = None
+    for share in (None, 1.02, 1.3):
+        prefetch = zt.prefetch() if limit is None else zt.prefetch(memory=int(share * limit))
+        transforms = shard, zt.overlap_grads(), prefetch, coded
+        lowered = on_ranks(CASES["clipped"], 4, *transforms, cluster=cluster)
+        predicted, played = predicted_and_played(lowered, cluster)
+        assert predicted == pytest.approx(played, rel=1e-9)
+        timeline = lowered.timeline()
+        assert timeline.bound[0] <= timeline.seconds * (1 + 1e-9)
+        limit = limit or timeline.peak
+        assert share is None or timeline.peak <= int(share * limit)
+    wide = on_ranks(CASES["clipped"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster)
+    assert cluster is GPUS or timeline.compute > wide.timeline().compute
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ import torch
 import ztrans as zt
 from tests.support.cover import parameters_of
 from tests.support.evaluate import evaluate
+from tests.support.formats import SentAs
 from tests.support.programs import CASES
 from tests.support.worlds import on_ranks, unordered
 from ztrans.ir.dependencies import grouped
+from ztrans.ir.wire_format import Coded
 from ztrans.planning.buffers import AT_START, AT_WAIT
 from ztrans.planning.cluster import Link
 from ztrans.planning.cost import memory
@@ -160,7 +162,9 @@ def schedules(problem: Problem, chance: Random, count: int) -> Iterator[Schedule
             yield placed.schedule
 
 
-def both(name: str, count: int) -> Iterator[tuple[int, int]]:
+def both(
+    name: str, count: int, formats: tuple[zt.Transform, ...] = ()
+) -> Iterator[tuple[int, int]]:
     """The peaks of schedules of a program by chance: of the analysis, and as counted."""
     chance = Random(name)
     for ranks, stage, update, cluster in (
@@ -171,7 +175,7 @@ def both(name: str, count: int) -> Iterator[tuple[int, int]]:
         (8, 3, "last", FAST),
         (8, 3, "eager", TWO_HOSTS),
     ):
-        chain = transforms(ranks, stage, zt.prefetch())
+        chain = (*transforms(ranks, stage, zt.prefetch()), *formats)
         hinted = unordered(CASES[name], ranks, *chain, cluster=cluster)
         s = skeleton(hinted, cluster.neighbours(hinted.axes))
         problem = formulate(s, cluster, float("inf"), update)
@@ -194,6 +198,38 @@ def test_nearly_all_programs_have_as_much_live_as_their_schedules_count():
     assert len(peaks) > 80
     assert sum(count <= 1.01 * analysed for analysed, count in peaks) > 0.85 * len(peaks)
     assert sum(count == analysed for analysed, count in peaks) > 0.6 * len(peaks)
+
+
+@pytest.mark.slow
+def test_codes_are_counted_until_a_wait_and_their_values_from_there_on():
+    """Blocks of 2 need more bytes than some values, and those of 64 are mostly padding."""
+    peaks = []
+    for block, names in ((2, ["clipped", "cast_inside"]), (64, ["uneven", "lora"])):
+        formats = (SentAs(Coded(8, block), Coded(8, block)),)
+        peaks += (pair for name in names for pair in both(name, 4, formats))
+    assert all(analysed <= count for analysed, count in peaks)
+    assert len(peaks) > 50
+    assert sum(count <= 1.01 * analysed for analysed, count in peaks) > 0.85 * len(peaks)
+
+
+def test_a_gathered_value_has_more_bytes_than_its_codes():
+    """Half of the matrix is on each rank: 8 blocks of 256 codes with a scale, and the values are fp32."""
+    shard, *schedules = transforms(2, 3, zt.prefetch())
+    coded = SentAs(Coded(8, 256), Coded(4, 256))
+    state, x = {"w": torch.zeros(64, 64)}, torch.ones(2, 64)
+    step = zt.chain(shard, *schedules, coded)(descend)
+    s = skeleton(step.lower(state, x, cluster=SLOW).unordered)
+    problem = formulate(s, SLOW, float("inf"))
+    (gather,), (reduction,) = problem.gathers, problem.reductions
+    part, values = 8 * (256 + 4), 64 * 64 * 4
+    assert (gather.wire, gather.bytes, gather.codes) == (part, values, 2 * part + part)
+    assert gather.coding == (part + values / 2, 2 * part + values)
+    half = 8 * (128 + 4)
+    sent = [(2 * half, *SENT), (half, *RECEIVED), (values / 2, *RESULT)]
+    assert [tuple(buffer) for buffer in reduction.buffers] == sent
+    assert (reduction.wire, reduction.decoded) == (half, values / 2)
+    assert reduction.coding == (2 * half + values, 2 * half + values / 2)
+    assert {wire.coding for wire in problem.wires.values()} == {2.4 / 1e10}
 
 
 def test_leaves_that_a_step_averages_as_they_are_count_as_state():
