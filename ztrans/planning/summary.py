@@ -109,12 +109,14 @@ class Summary:
             row(f"  on the {kind}", [format_bytes(peak)])
         row("received", [format_bytes(self.cost.wire_bytes)])
         for axis in dict.fromkeys(axis for (axis, _), _ in self.cost.wire):
-            links = [
-                f"{link} {format_seconds(s)}" for (on, link), s in self.link_seconds if on == axis
-            ]
-            codes = [f"{count} values as {wire}" for (on, wire), count in self.coded if on == axis]
-            row(f"  {axis}", [format_bytes(self.cost.over(axis))], ", ".join([*links, *codes]))
+            row(f"  {axis}", [format_bytes(self.cost.over(axis))], self._messages_over(axis))
         return "\n".join([title, columns(rows), *(f"note: {note}" for note in self.notes)])
+
+    def _messages_over(self, axis: str) -> str:
+        """The links that the messages of an axis cross, with their seconds, and the values that are sent as codes."""
+        texts = [f"{link} {format_seconds(s)}" for (on, link), s in self.link_seconds if on == axis]
+        texts += (f"{count} values as {wire}" for (on, wire), count in self.coded if on == axis)
+        return ", ".join(texts)
 
 
 def summarize(
