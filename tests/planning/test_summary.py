@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import ztrans as zt
+from tests.support.formats import SentAs
+from ztrans.ir.wire_format import Coded
 from ztrans.planning.devices import H100
 
 WIDTH, ROWS, RANKS = 256, 64, 8
@@ -66,6 +68,16 @@ def test_ranks_of_one_host_use_the_link_inside_it(ranks_of_a_host, link):
     summary = lowered(cluster=zt.cluster("h100", dp=dp)).summary()
     assert link in {name for (_, name), _ in summary.link_seconds}
     assert (ranks_of_a_host == RANKS) == ("infiniband" not in str(summary))
+
+
+def test_the_values_that_are_sent_as_codes_are_counted_by_format():
+    """A rank receives 7/8 of the codes, which have a scale of 4 bytes for 256 elements."""
+    program = lowered(zt.overlap_grads(), zt.prefetch(), SentAs(Coded(8, 256), Coded(4, 256)))
+    received = zt.ir.printer.format_bytes(7 * (WIDTH * WIDTH // 8) // 256 * (256 + 4))
+    assert f"dp param: 1 collective of 1 value, 1 as i8/256, {received}" in str(program.plan)
+    assert "us, values as i4/256: 1, values as i8/256: 1" in str(program.summary())
+    titles = [event.title for event in program.timeline().events]
+    assert "w.full = all_gather as i8/256" in titles
 
 
 def test_measured_figures_stand_beside_simulated_ones():

@@ -115,7 +115,7 @@ class Summary:
     def _messages_over(self, axis: str) -> str:
         """The links that the messages of an axis cross, with their seconds, and the values that are sent as codes."""
         texts = [f"{link} {format_seconds(s)}" for (on, link), s in self.link_seconds if on == axis]
-        texts += (f"{count} values as {wire}" for (on, wire), count in self.coded if on == axis)
+        texts += (f"values as {wire}: {count}" for (on, wire), count in self.coded if on == axis)
         return ", ".join(texts)
 
 
