@@ -1,4 +1,4 @@
-"""Three transforms of one's own: send compressed gradients, return gradient norms, keep every second parameter.
+"""Transforms of one's own: compressed gradients, gradient norms, every second parameter kept, and Lookahead.
 
 Each is a frozen dataclass with a `rewrite`, and each obeys the laws: `zt.testing.check_laws` checks them below.
 docs/write-a-transform.md explains the parts.
@@ -71,6 +71,40 @@ class KeepEverySecond(zt.Transform):
         return ir.dce(ir.rename(graph, dict(regathers[::2])))
 
 
+@dataclass(frozen=True)
+class Lookahead(zt.Transform):
+    """After every `k` steps, move slow weights towards the parameters, and the parameters back to them (Zhang 2019).
+
+    Slow weights and the number of steps are leaves of the state that this transform keeps.
+    """
+
+    k: int = 5
+    alpha: float = 0.5
+    phase: ClassVar[int] = 1
+
+    def keeps(self, leaves):
+        params = [path for path in leaves if path.startswith("params.")]
+        slow = [ir.Kept(path, like=path, start="copy") for path in params]
+        return [*slow, ir.Kept("steps", like=(), dtype=torch.int64)]
+
+    def rewrite(self, graph: ir.Graph) -> ir.Graph:
+        new = ir.Rewriter(graph)
+        slow = graph.kept_by(self.name)
+        steps = new.emit(torch.add, slow["steps"], 1, region="update")
+        new.set_leaf(slow["steps"], steps)
+        for leaf, fast in graph.leaves:
+            if leaf.name in slow and fast is not leaf:
+                moved = new.emit(self.moved, slow[leaf.name], fast, steps, region="update")
+                for kept, value in zip((slow[leaf.name], leaf), moved):
+                    new.set_leaf(kept, value)
+        return new.applied()
+
+    def moved(self, slow, fast, steps):
+        is_last = steps % self.k == 0
+        slow = torch.where(is_last, torch.lerp(slow, fast, self.alpha), slow)
+        return slow, torch.where(is_last, slow, fast)
+
+
 # ---- a step to try them on
 
 
@@ -98,11 +132,14 @@ def first_state() -> dict:
 
 
 def main() -> dict[str, float]:
-    """Check the laws of the three transforms, and return the norms of the gradients of one step."""
+    """Check the laws of the transforms, and return the norms of the gradients of one step."""
     batch = torch.randn(12, 16), torch.randn(12, 8)
     zt.testing.check_laws(CompressGradients(), train_step, first_state(), batch, tolerance=1e-2)
     zt.testing.check_laws(GradientNorms(), train_step, first_state(), batch)
     zt.testing.check_laws(KeepEverySecond(), train_step, first_state(), batch)
+    zt.testing.check_laws(
+        Lookahead(), train_step, first_state(), batch
+    )  # the first step moves nothing
 
     mesh = zt.AbstractMesh(dp=2)
     with_norms = zt.chain(zt.shard_params(mesh), GradientNorms(), zt.accumulate(2))

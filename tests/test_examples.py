@@ -66,6 +66,27 @@ def test_the_gpt_example_learns(example, bf16):
     assert losses[-1] < losses[0] - 1
 
 
+def test_lookahead_of_the_example_is_that_of_a_loop(example):
+    module = example("transforms")
+    batch = torch.randn(12, 16), torch.randn(12, 8)
+    slices = list(zip(*(x.chunk(2) for x in batch)))
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), module.Lookahead(k=2))(
+        module.train_step
+    )
+    state = step.init(module.first_state())
+    lowered = step.lower(state, *slices[0])
+    loop = module.first_state()
+    slow = loop["params"]
+    for i in range(5):
+        state, _ = lowered.lockstep(state, slices)
+        loop, _ = module.train_step(loop, *batch)
+        if i % 2:
+            slow = {k: p + 0.5 * (loop["params"][k] - p) for k, p in slow.items()}
+            loop = {**loop, "params": slow}
+    torch.testing.assert_close(state.state, loop)
+    torch.testing.assert_close(state.kept["lookahead"]["params.up"], slow["up"])
+
+
 @pytest.mark.slow
 def test_the_transforms_of_the_example_obey_the_laws(example):
     norms = example("transforms").main()

@@ -27,6 +27,7 @@ from .step import Step
 from .transforms.accumulate import accumulate
 from .transforms.base import Transform, chain
 from .transforms.delay_weight_grads import delay_weight_grads
+from .transforms.ema import ema
 from .transforms.fuse_cast_gather import fuse_cast_gather
 from .transforms.offload import offload
 from .transforms.overlap_grads import overlap_grads
@@ -42,7 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstractMesh", "Cluster", "Device", "GlobalRng", "Link", "Plan", "Profile", "Step", "Timeline", "Transform",
-    "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "export",
+    "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "ema", "export",
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "local_steps",
     "make_mesh", "nesterov", "offload", "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch",
     "psum", "pvary", "remat", "request_stop", "save", "search", "shard_params", "sharding_rule", "stages",

@@ -560,7 +560,7 @@ class Step(Generic[P, R]):
 
     @ends_at_user
     def init(self, state: Any) -> Any:
-        """Add the leaves that the transforms of this step keep (`Transform.keeps`), with their first values.
+        """Add the leaves that the transforms of this step keep, such as averages of `zt.ema`, with their first values.
 
         The step then takes and returns `(state, kept)`, where `kept` is a dict by transform and path, as `(output,
         added)` has what transforms add to the output. The state of a lifted loop, which is a dict, gets a key for each
@@ -571,8 +571,27 @@ class Step(Generic[P, R]):
         ones lie on the ranks as those do, and all ranks must call it.
 
         Source: `init` of optax.
+
+        >>> import ztrans as zt
+        >>> step = zt.ema(0.9)(lambda state, x: ({"params": state["params"] - x}, None))
+        >>> step.init({"params": torch.ones(2)}).kept
+        {'ema': {'params': tensor([1., 1.])}}
         """
         return self._state.started(state, self.mesh)
+
+    @ends_at_user
+    def ema(self, state: Any) -> Any:
+        """Exchange the parameters of a state and their averages (`zt.ema`): `evaluate(step.ema(state), *batch)`.
+
+        The averages are then where the parameters were, whole or sharded as they are, for `step.eval(fn)`, `zt.export`
+        or `zt.write_back`. Nothing is copied or sent, so both states share their memory, and `step.ema` of the result
+        is the first state again. Train with that one.
+
+        Raises: ValueError if the step has no `zt.ema`; TypeError if the state has no averages.
+
+        Source: `swap_weights` of TensorFlow Addons' moving average.
+        """
+        return self._state.exchanged(state, "ema")
 
     @ends_at_user
     def shard(

@@ -20,7 +20,7 @@ from .ir.layout import AbstractMesh, LeafSharding, as_tensor
 from .ir.printer import first_names
 from .ir.user_sharding import UserSharding
 from .runtime.failure import check_ended
-from .runtime.state import first_value
+from .runtime.state import first_value, in_memory
 from .transforms.base import Transform, kept_leaves, kept_shape, meta_leaf, sharding_of
 
 
@@ -112,21 +112,53 @@ class StepState:
         sharding = sharding_of(self.transforms, kept.name, like, kept)
         return first_value(kept, like, sharding, mesh, like.device)
 
+    def exchanged(self, state: Any, transform: str) -> Any:
+        """A state in which the leaves that a transform keeps, and those that they are like, have changed places.
+
+        Nothing is copied, unless one of the two is in another memory.
+
+        Raises: ValueError if the step has no such transform; TypeError if the state lacks these leaves.
+        """
+        if not any(t.name == transform for t in self.transforms):
+            raise ValueError(
+                f"{self.step}: it has no {transform} among its transforms, so its state has no leaves of it.\n"
+                f"Apply it before the loop: zt.{transform}(...)(step)."
+            )
+        own, _ = self.check_kept(state)
+        names, _ = self.names(state)
+        leaves = dict(zip(names, pytree.tree_leaves(state)))
+        memory = {name: s.memory for name, s in zip(names, self.shardings(state))}
+        for kept in self.kept(own):
+            if kept.transform == transform and isinstance(kept.like, str):
+                old, new = leaves[kept.like], leaves[kept.name]
+                leaves[kept.like] = in_memory(memory[kept.like], memory[kept.name], new)
+                leaves[kept.name] = in_memory(memory[kept.name], memory[kept.like], old)
+        return pytree.tree_unflatten(leaves.values(), pytree.tree_structure(state))
+
     def completed(self, call: BoundCall, mesh: DeviceMesh | AbstractMesh | None) -> BoundCall:
         """A call whose state has the leaves that transforms keep. A lifted state gets them if it has none.
 
         Raises: TypeError if another state has none, or if a state has others.
         """
         own, present = self.parted(call.state)
-        expected = [leaf.name for leaf in self.kept(own)]
-        actual = [f"{transform}.{path}" for transform, leaves in present.items() for path in leaves]
-        if sorted(expected) == sorted(actual):
-            is_pair = present and type(call.state) is tuple
-            return call._replace(state=WithKept(own, present)) if is_pair else call
         if self.is_lifted and not present and isinstance(own, dict):
             # The state is donated, and some loops do not use the one that the step returns.
             call.state.update(self.parted(self.started(own, mesh)).kept)
             return call
+        self.check_kept(call.state)
+        is_pair = present and type(call.state) is tuple
+        return call._replace(state=WithKept(own, present)) if is_pair else call
+
+    def check_kept(self, state: Any) -> WithKept:
+        """The two parts of a state that has the leaves which transforms keep.
+
+        Raises: TypeError if it lacks one, or has others.
+        """
+        own, present = self.parted(state)
+        expected = [leaf.name for leaf in self.kept(own)]
+        actual = [f"{transform}.{path}" for transform, leaves in present.items() for path in leaves]
+        if sorted(expected) == sorted(actual):
+            return WithKept(own, present)
         missing = [name for name in expected if name not in actual]
         more = [name for name in actual if name not in expected]
         problem = f"lacks {first_names(missing)}" if missing else f"has {first_names(more)}"

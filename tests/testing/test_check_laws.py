@@ -72,6 +72,7 @@ TRANSFORMS = [
     ),
     zt.offload(memory=1 << 20),
     zt.owned_updates(),
+    zt.ema(0.9, where="*"),
 ]
 # The sums over micro-batches and tiles are in another order than those of the whole batch.
 SUMS = [

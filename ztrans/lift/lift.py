@@ -123,7 +123,8 @@ def _check_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(
                 f"lift: {name or 'the model'} is an AveragedModel. It reads its count of updates to choose how it "
                 f"updates.\n"
-                f"Keep the average as a second module of the loop:\n"
+                f"Leave it out, and keep the averages in the state: step = zt.ema(0.9)(step). For another rule, keep "
+                f"them in a second module of the loop:\n"
                 f"  average = copy.deepcopy(model)                                       # before lift\n"
                 f'  lift(loop_step, nn.ModuleDict({{"model": model, "average": average}}), optimizer)\n'
                 f"  for a, p in zip(average.parameters(), model.parameters()): a.data.lerp_(p.data, 0.1)  # in the "

@@ -208,6 +208,13 @@ def _copied_to(kind: MemoryKind, part: torch.Tensor) -> torch.Tensor:
     return DTensor(local, part._spec, requires_grad=part.requires_grad)
 
 
+def in_memory(kind: MemoryKind, before: MemoryKind, leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf that is in the memory `before`: itself, or a copy in another memory."""
+    if kind == before:
+        return leaf
+    return _on_device(leaf) if kind == "device" else _copied_to(kind, leaf)
+
+
 def _on_device(leaf: Any) -> Any:
     """A leaf of a state; a DTensor in another memory is copied to the device of its mesh."""
     if not isinstance(leaf, DTensor) or leaf.is_meta:

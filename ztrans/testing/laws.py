@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calling.call import ExtraInputs
+from ..calling.kept import parted
 from ..calling.purity import first_difference
 from ..ir.graph import Graph
 from ..ir.layout import AbstractMesh
@@ -103,24 +105,30 @@ class _Case:
         self.step = Step.of(step)
         self.state = state
         self.slices = slices
-        self.traces: dict[int, Traced] = {}  # by the number of micro-batches
+        # By the number of micro-batches, and by the transforms that keep leaves of their own in the state.
+        self.traces: dict[tuple, Traced] = {}
 
     def lowered(self, *transforms: Transform) -> Lowered:
         """The step through some transforms. Checks that every program on the way is well formed."""
         step = chain(*transforms)(self.step)
-        micro = micro_batches_of(step.transforms)
-        if micro not in self.traces:
-            self.traces[micro] = step.trace(self.state, *self.slices[0])
-        lowered = dataclasses.replace(self.traces[micro], transforms=step.transforms).lower()
+        keeping = [t for t in step.transforms if type(t).keeps is not Transform.keeps]
+        key = (micro_batches_of(step.transforms), *keeping)
+        if key not in self.traces:
+            self.traces[key] = step.trace(step.init(self.state), *self.slices[0])
+        lowered = dataclasses.replace(self.traces[key], transforms=step.transforms).lower()
         for _, graph in lowered.history:
             if isinstance(graph, Graph):  # the first stage is the FX graph
                 check(graph)
         return lowered
 
     def results(self, lowered: Lowered) -> tuple[Any, list[Any]]:
-        """The new state, and the output of each rank without the outputs that a transform added."""
+        """The new state and the output of each rank, without the leaves and the outputs that a transform added."""
         torch.manual_seed(0)  # a step may draw random numbers
-        new_state, outputs = lowered.lockstep(self.state, self.slices)
+        transforms = lowered.traced.transforms
+        state = Step(self.step.fn, transforms).init(self.state)
+        new_state, outputs = lowered.lockstep(state, self.slices)
+        is_lifted = isinstance(self.step.fn, ExtraInputs)
+        new_state, _ = parted(new_state, [t.name for t in transforms], is_lifted)
         if lowered.graph.added:
             outputs = [output for output, _ in outputs]
         return new_state, outputs
