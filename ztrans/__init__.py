@@ -33,6 +33,8 @@ from .transforms.offload import offload
 from .transforms.overlap_grads import overlap_grads
 from .transforms.owned_updates import owned_updates
 from .transforms.prefetch import prefetch
+from .transforms.quantize_gathers import quantize_gathers
+from .transforms.quantize_grads import quantize_grads
 from .transforms.remat import remat
 from .transforms.shard_params import shard_params
 from .transforms.store import store
@@ -46,8 +48,8 @@ __all__ = [
     "Tuning", "accumulate", "by_host", "calibrate", "chain", "cluster", "delay_weight_grads", "eager", "ema", "export",
     "fuse_cast_gather", "global_mean", "ir", "last_checkpoint", "lift", "load", "load_weights", "local_steps",
     "make_mesh", "nesterov", "offload", "ops", "overlap_grads", "owned_updates", "pmax", "pmean", "pmin", "prefetch",
-    "psum", "pvary", "remat", "request_stop", "save", "search", "shard_params", "sharding_rule", "stages",
-    "state_dict", "stop_on", "store", "stream_weights", "testing", "tile", "write_back",
+    "psum", "pvary", "quantize_gathers", "quantize_grads", "remat", "request_stop", "save", "search", "shard_params",
+    "sharding_rule", "stages", "state_dict", "stop_on", "store", "stream_weights", "testing", "tile", "write_back",
 ]  # fmt: skip
 
 

@@ -295,7 +295,7 @@ def test_a_where_that_matches_no_leaf_is_an_error(where):
 def test_a_leaf_that_is_too_small_stays_on_the_device():
     state = {"w": torch.ones(4, 4), "m": torch.zeros(4, 4), "lr": torch.tensor(0.1)}
     moved = zt.offload(where="*", at_least=65)(momentum)
-    with pytest.raises(ValueError, match=r"at least 65 B.\nNo leaf is so large. .*at_least=0"):
+    with pytest.raises(ValueError, match=r"at least 65 B.\nThere are none. .*at_least=0"):
         moved.lower(state, torch.ones(4, 4))
     wide = {"w": torch.ones(4, 5), "m": torch.zeros(4, 5), "lr": torch.tensor(0.1)}
     low = moved.lower(wide, torch.ones(4, 4))

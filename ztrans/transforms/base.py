@@ -36,6 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Which leaves of the state: a pattern for `fnmatch` of their paths, or a function of the path and a meta tensor.
 Where = str | Callable[[str, torch.Tensor], bool]
+_LISTED = 8  # leaves that an error lists
 
 
 @dataclass(frozen=True, repr=False)
@@ -525,6 +526,19 @@ def check_where(name: str, where: object, example: str) -> None:
             f"{name}: where={where!r}; it is a pattern of paths, such as {example!r}, or a function "
             f"where(path, leaf) that returns a bool."
         )
+
+
+def matches_none(
+    name: str, where: Where, leaves: Sequence[Var], condition: str = "", advice: str = ""
+) -> ValueError:
+    """The error for an option `where` of the transform `name` that chooses none of the `leaves`."""
+    option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
+    listed = "There are none"
+    if leaves:
+        listed = f"These are {first_names([v.name for v in leaves], _LISTED)}"
+    return ValueError(
+        f"{name}: where={option} matches no leaf of the state{condition}.\n{listed}.{advice}"
+    )
 
 
 def no_step(fn: object) -> TypeError:

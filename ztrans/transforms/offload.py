@@ -18,7 +18,7 @@ from ..ir.dependencies import components
 from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers
 from ..ir.layout import LeafSharding
 from ..ir.op_facts import is_random
-from ..ir.printer import first_names, format_bytes
+from ..ir.printer import format_bytes
 from ..ir.rewriter import Rewriter, prerequisites, reordered
 from ..rewrites.erase import erase_marks, erase_trivial
 from .base import (
@@ -28,12 +28,11 @@ from .base import (
     check_where,
     constructor,
     matches,
+    matches_none,
     program_shardings,
 )
 from .stored_leaves import StoredLeaves
 from .waiting_gradients import gradients_on_host
-
-_LISTED = 8  # leaves that an error lists
 
 
 @constructor
@@ -155,7 +154,11 @@ class Offload(Transform):
             if sharding.memory != "device":
                 memory_of[v] = sharding.memory
         if not memory_of:
-            raise _matches_none(where, self.at_least, graph)
+            least = format_bytes(self.at_least)
+            movable = [v for v in graph.state if v.shape and v.nbytes >= self.at_least]
+            condition = f" of {graph.name} that has dims and at least {least}"
+            advice = " For smaller ones, pass at_least=0."
+            raise matches_none("offload", where, movable, condition, advice)
         # A mark reads a leaf only to name it.
         stored = {v: dataclasses.replace(v, memory=kind) for v, kind in memory_of.items()}
         graph = StoredLeaves(erase_marks(graph), stored, _brought_in, _taken_out).program()
@@ -238,16 +241,3 @@ def _taken_out(new: Rewriter, value: Var, stored: Var) -> list[Eqn]:
     name = new.fresh_name(f"{value.name}.{stored.memory}")
     start = copy_to(stored.memory, value, name, (stored.name,), over=stored)
     return [start, wait_for_copy(start.out)]
-
-
-def _matches_none(where: Where, at_least: int, graph: Graph) -> ValueError:
-    names = []
-    for v in graph.state:
-        if v.shape and v.nbytes >= at_least:
-            names.append(v.name)
-    option = repr(where) if isinstance(where, str) else getattr(where, "__name__", repr(where))
-    listed = f"These are {first_names(names, _LISTED)}" if names else "No leaf is so large"
-    return ValueError(
-        f"offload: where={option} matches no leaf of the state of {graph.name} that has dims and at least "
-        f"{format_bytes(at_least)}.\n{listed}. For smaller ones, pass at_least=0."
-    )

@@ -1,0 +1,173 @@
+"""`quantize_gathers`: every rank computes with what arrives of codes of 8 or 4 bits."""
+
+import itertools
+
+import pytest
+import torch
+from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
+
+import ztrans as zt
+from tests.support.net import lower
+from tests.support.quantized import (
+    ROW,
+    batch,
+    loss_fn,
+    new_state,
+    rounded,
+    step,
+    trained,
+    updated,
+)
+from ztrans.ir.collectives import ALL_GATHER
+
+
+def formats(lowered):
+    """The wire format of the gathers of each leaf."""
+    found = {}
+    for e in lowered.graph.eqns:
+        if e.op is ALL_GATHER:
+            found.update(dict.fromkeys(e.provenance.paths, str(e.kwargs["dtype"])))
+    return found
+
+
+def same_bits(a, b):
+    return all(map(torch.equal, pytree.tree_leaves(a), pytree.tree_leaves(b)))
+
+
+def test_the_program_prints(golden):
+    assert str(lower(zt.quantize_gathers(block=16), zt.fuse_cast_gather())) == golden
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_forward_and_backward_read_rounded_parameters_and_the_update_exact_ones(bits):
+    def reference(state, x, y):
+        params = {k: rounded(w, bits) for k, w in state["params"].items()}
+        grads, loss = grad_and_value(loss_fn)(params, x, y)
+        return updated(state, grads), loss
+
+    zt.testing.check_laws(
+        zt.quantize_gathers(bits, ROW), step, new_state(), batch(), reference=reference, worlds=(2, 3),
+        stages=(1, 2, 3), unsharded=False,
+    )  # fmt: skip
+
+
+def test_an_element_errs_by_at_most_half_a_scale():
+    def rest(state, x):  # the value that arrives is the output
+        return state, state["w"] * x.mean().sign().square()
+
+    w = torch.randn(30, 20) * torch.logspace(-6, 6, 20)
+    for bits, part in ((8, 254), (4, 14)):
+        sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.quantize_gathers(bits, 50))
+        lowered = sharded(rest).lower({"w": w}, torch.ones(2))
+        _, (arrived, _) = lowered.lockstep({"w": w}, [(torch.ones(2),)] * 2)
+        blocks, exact = arrived.view(-1, 50), w.view(-1, 50)
+        largest = exact.abs().amax(1, keepdim=True)
+        assert ((blocks - exact).abs() <= largest * (1 + 1e-6) / part).all()
+        assert not torch.equal(arrived, w)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_order_of_a_chain_has_no_effect(stage):
+    transforms = (
+        zt.quantize_gathers(block=ROW),
+        zt.fuse_cast_gather(),
+        zt.prefetch(),
+        zt.quantize_grads(block=ROW),
+        zt.overlap_grads(),
+    )
+    orders = (transforms, transforms[::-1], (*transforms[2:], *transforms[:2]))
+    assert len({str(lower(*order, stage=stage)) for order in orders}) == 1
+
+
+SCHEDULES = {
+    "prefetch": ([zt.prefetch()], {}),
+    "overlap": ([zt.overlap_grads(), zt.prefetch()], {}),
+    "no buckets": ([zt.overlap_grads(bucket=0), zt.prefetch()], {}),
+    "cast": ([zt.fuse_cast_gather(), zt.overlap_grads(), zt.prefetch()], {}),
+    "always": ([zt.prefetch()], {"reshard": "always"}),
+    "neighbours": ([zt.prefetch()], {"reshard": 2}),
+    "across steps": ([zt.prefetch(across_steps=True)], {}),
+    "stage 2": ([], {"stage": 2}),
+    "stage 1": ([zt.prefetch(), zt.overlap_grads()], {"stage": 1}),
+    "remat": ([zt.remat()], {}),
+    "offload": ([zt.offload(where="*", at_least=0)], {}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_only_moves_data_changes_no_bit(name):
+    transforms, options = SCHEDULES[name]
+    quantized = (zt.quantize_gathers(4, ROW), zt.quantize_grads(8, ROW))
+    *expected, _ = trained(*quantized, ranks=4)
+    *found, _ = trained(*quantized, *transforms, ranks=4, **options)
+    assert same_bits(found, expected)
+
+
+def test_one_rank_has_the_bits_of_the_plain_step():
+    state, losses, lowered = trained(zt.quantize_gathers(4, ROW), zt.quantize_grads(4), ranks=1)
+    plain = new_state()
+    for i in range(2):
+        plain, loss = step(plain, *batch(seed=i))
+        assert torch.equal(loss, losses[i])
+    assert same_bits(state, plain) and not formats(lowered)
+
+
+def test_micro_batches_gather_the_same_codes():
+    quantized = zt.quantize_gathers(4, ROW)
+    state, losses, _ = trained(quantized)
+    split, split_losses, _ = trained(quantized, zt.accumulate(2))
+    torch.testing.assert_close(split, state, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(split_losses, losses, rtol=1e-3, atol=1e-4)
+
+
+def test_leaves_are_chosen_by_dims_pattern_or_function():
+    assert formats(lower(zt.quantize_gathers(block=16))) == {"params.up": "i8/16", "params.down": "i8/16"}
+    some = (zt.quantize_gathers(4, 16, where="*.up"), zt.quantize_gathers(4, 16, where=lambda p, w: len(w) > 6))
+    for transform in some:
+        assert formats(lower(transform)) == {"params.up": "i4/16", "params.down": "None"}
+    fp8 = lower(zt.quantize_gathers(block=16, format="fp8"))
+    assert formats(fp8) == {"params.up": "e4m3/16", "params.down": "e4m3/16"}
+
+
+def test_a_gather_that_codes_would_not_make_shorter_stays():
+    """A block of 256 and its scale take 260 bytes. A rank has 48 elements of `down`, 192 bytes; 64 of `up`, 256."""
+    assert formats(lower(zt.quantize_gathers())) == {"params.up": "None", "params.down": "None"}
+    fused = lower(zt.quantize_gathers(block=64), zt.fuse_cast_gather())
+    assert formats(fused) == {"params.up": "i8/64", "params.down": "i8/64"}
+    short = lower(zt.quantize_gathers(block=128), zt.fuse_cast_gather())
+    assert formats(short) == {"params.up": "torch.bfloat16", "params.down": "torch.bfloat16"}
+
+
+def test_gathers_of_fp8_stay():
+    def scaled(state, x):
+        def loss(w):
+            scale = 448 / w.abs().max()
+            narrow = (w * scale).to(torch.float8_e4m3fn)
+            return ((x @ (narrow.float() / scale).T) ** 2).mean()
+
+        grad, value = grad_and_value(loss)(state["w"])
+        return {"w": state["w"] - 0.1 * grad}, value
+
+    for order in itertools.permutations((zt.fuse_cast_gather(), zt.quantize_gathers(block=ROW))):
+        sharded = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), *order)(scaled)
+        lowered = sharded.lower({"w": torch.randn(8, 64)}, torch.randn(4, 64))
+        assert formats(lowered) == {"w": "None"} and "f8e4m3[8,64]!" in str(lowered)
+
+
+def test_options_that_do_not_exist_are_errors():
+    for options, text in {
+        (("bits", 6),): "quantize_gathers: bits=6; codes have 8 or 4 bits.",
+        (("block", 3),): "quantize_gathers: block=3; it is an even number of elements, such as 256.",
+        (("format", "fp4"),): "quantize_gathers: format='fp4'; use 'int' or 'fp8'.",
+        (("bits", 4), ("format", "fp8")): "format='fp8' has 8 bits, not 4. Leave out one of the two.",
+    }.items():
+        with pytest.raises(ValueError) as e:
+            zt.quantize_gathers(**dict(options))
+        assert text in str(e.value)
+    with pytest.raises(TypeError, match=r"quantize_gathers: where=3; it is a pattern of paths"):
+        zt.quantize_gathers(where=3)
+    with pytest.raises(ValueError, match=r"where='\*.left' matches no leaf of the state.\nThese are params.up, "):
+        lower(zt.quantize_gathers(where="*.left"))
+    with pytest.raises(ValueError, match=r"quantize_gathers: the program is not sharded.*\nApply shard_params first"):
+        zt.quantize_gathers()(step).lower(new_state(), *batch())
