@@ -5,7 +5,7 @@ The file of an operation has its contract, its reference in plain torch, its ker
 `move`, `tables` and `symmetric`.
 """
 
-from . import fused_adamw, hadamard  # register their operations
+from . import arrived, fused_adamw, hadamard  # register their operations
 from .all_gather import all_gather
 from .barrier import barrier
 from .cast_pack import cast_pack

@@ -1,0 +1,51 @@
+"""arrived(x, parts, dim, bits, block, kind): what a receiver gets of a value that is sent as short codes.
+
+    x       float32, bfloat16 or float16
+    parts   the number of parts in which x is sent; each has blocks of its own
+    dim     the dim along which x is cut into parts, as by torch.chunk; -1 to cut its elements in order
+    bits, block, kind   the format of the codes, as in `encode`
+    ->      x's dtype and shape, contiguous: decode(encode(part)) of each part
+
+In fp32, what has arrived arrives unchanged: its codes are the same. So a value may be rounded here, and then be sent.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .decode import decode
+from .encode import encode
+from .operation import LIBRARY, define_composite
+
+
+def arrived(
+    x: torch.Tensor, parts: int, dim: int, bits: int, block: int, kind: str = "int"
+) -> torch.Tensor:
+    """What arrives of `x`. The docstring of this file has the details.
+
+    >>> arrived(torch.tensor([7.0, 1.4, -0.6, 0.1]), 2, 0, 4, 2)
+    tensor([ 7.0000,  1.0000, -0.6000,  0.0857])
+    """
+    return torch.ops.ztrans.arrived.default(x, parts, dim, bits, block, kind)
+
+
+def meaning(
+    x: torch.Tensor, parts: int, dim: int, bits: int, block: int, kind: str
+) -> torch.Tensor:
+    """arrived in terms of `encode` and `decode`, part by part."""
+    cut = x.reshape(-1) if dim < 0 else x.movedim(dim, 0)
+    pieces = []
+    for part in cut.chunk(parts):
+        row = part.reshape(1, -1)
+        codes = encode(row, bits, block, kind)
+        pieces.append(decode(codes, row.shape[1], x.dtype, bits, block, kind).view(part.shape))
+    whole = torch.cat(pieces)
+    return whole.view(x.shape) if dim < 0 else whole.movedim(0, dim).contiguous()
+
+
+define_composite(
+    "arrived(Tensor x, int parts, int dim, int bits, int block, str kind) -> Tensor", meaning
+)
+torch.library.register_fake(
+    "ztrans::arrived", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY
+)
