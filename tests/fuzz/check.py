@@ -104,6 +104,8 @@ def check(case: Case) -> None:
     if not program.rounds and options.reduce_dtype is None:
         _check_alone(program, traced, batches)
         _check_local(program, options, batches, sharded)
+    if options.codes:
+        _check_codes(case, batches)
     if case.seed % 2 == 0:
         _check_micro_batches(case, batches)
 
@@ -157,6 +159,31 @@ def _check_alone(program: Program, traced: zt.stages.Traced, batches: list) -> N
     far = distance(state, truth)
     if not far <= NEAR:
         raise Wrong(f"compiled on one rank it is {far:.3g} from the truth")
+
+
+def _check_codes(case: Case, batches: list) -> None:
+    """With messages in codes, which fp64 does not become, schedules and fusion change no bit."""
+    program, options = case.program, case.options
+    with doubles(torch.float32):
+        state, narrow = pytree.tree_map(_single, (program.state(), batches))
+        try:
+            traced = zt.Step(step_of(program)).trace(state, *narrow[0][0])
+        except (RuntimeError, ValueError):  # a layer or a state that fp64 is written into
+            return
+        tiles = _with_possible_tiles(options, traced).tiles
+        sharding = (options.sharding, *options.codes, *tiles)
+        plain = _through(traced, *sharding).lower()
+        chain = (*options.before, *sharding, *options.after, zt.prefetch())
+        scheduled = _through(traced, *chain).lower()
+        wanted, found = (_steps(each, state, narrow) for each in (plain, scheduled))
+    if not _equal(found, wanted):
+        far = distance(found, wanted)
+        raise Wrong(f"schedules and fusion change bits of codes: {far:.3g}")
+
+
+def _single(x: Any) -> Any:
+    is_double = isinstance(x, torch.Tensor) and x.dtype == torch.float64
+    return x.float() if is_double else x
 
 
 def _check_micro_batches(case: Case, batches: list) -> None:

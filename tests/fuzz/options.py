@@ -22,7 +22,8 @@ class Options:
     `before` and `after` are the transforms before and after `shard_params`. The step is cut into `tiles`, if it can be:
     then its sums have another order, so the program without schedules has them too. `budget` is the memory budget as a
     fraction of the peak of the program in its written order, or None for no budget. `local` has h, the parts, and
-    whether there is an outer optimizer, of local steps; None for none.
+    whether there is an outer optimizer, of local steps; None for none. With `codes` the case also runs in fp32, and
+    these transforms quantize its messages.
     """
 
     ranks: int
@@ -35,6 +36,7 @@ class Options:
     cluster: tuple[str, str]
     tiles: tuple[zt.Transform, ...] = ()
     local: tuple[int, int, bool] | None = None
+    codes: tuple[zt.Transform, ...] = ()
 
     @staticmethod
     def draw(program: Program, chance: Random) -> Options:
@@ -94,6 +96,7 @@ class Options:
         if hosts == 1 and chance.random() < 0.05:
             h = chance.randint(1, 3)
             local = h, chance.randint(1, h), chance.random() < 0.5
+        codes = _codes(chance) if chance.random() < 0.3 else ()
         return Options(
             ranks,
             hosts,
@@ -105,6 +108,7 @@ class Options:
             cluster,
             tiles,
             local,
+            codes,
         )
 
     @property
@@ -160,7 +164,24 @@ class Options:
             else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
         )
         local = "" if self.local is None else f" > local_steps{self.local}"
-        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}{local}"
+        codes = "".join(f" > {t!r}" for t in self.codes)
+        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}{local}{codes}"
+
+
+def _codes(chance: Random) -> tuple[zt.Transform, ...]:
+    """Formats of short blocks, so that small leaves have several."""
+
+    def block() -> int:
+        return chance.choice([2, 6, 16])
+
+    gathers = zt.quantize_gathers(chance.choice([8, 4]), block())
+    grads = zt.quantize_grads(
+        chance.choice([8, 4]),
+        block(),
+        between=chance.choice([None, 8, 4]),
+        rotate=chance.choice([None, None, 2, 4]),
+    )
+    return tuple(chance.choice([[gathers], [grads], [gathers, grads]]))
 
 
 def some(path: str, leaf: torch.Tensor) -> bool:

@@ -19,10 +19,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def doubles() -> Iterator[None]:
-    """Inside, the default dtype is fp64 and torch uses one thread."""
+def doubles(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Inside, the default dtype is fp64, or another one, and torch uses one thread."""
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     torch.set_num_threads(1)
     try:
         yield

@@ -54,5 +54,7 @@ def test_a_turn_by_hand():
 
 @pytest.mark.parametrize("n", [1, 48, 256])
 def test_a_turn_that_does_not_fit_is_an_error(n):
-    with pytest.raises(ValueError, match=f"hadamard: 128 elements are not turned by {n}, a power of 2"):
+    with pytest.raises(
+        ValueError, match=f"hadamard: 128 elements are not turned by {n}, a power of 2"
+    ):
         hadamard(torch.ones(128), 0, n)

@@ -124,8 +124,14 @@ def test_micro_batches_gather_the_same_codes():
 
 
 def test_leaves_are_chosen_by_dims_pattern_or_function():
-    assert formats(lower(zt.quantize_gathers(block=16))) == {"params.up": "i8/16", "params.down": "i8/16"}
-    some = (zt.quantize_gathers(4, 16, where="*.up"), zt.quantize_gathers(4, 16, where=lambda p, w: w.shape[:1] == (16,)))
+    assert formats(lower(zt.quantize_gathers(block=16))) == {
+        "params.up": "i8/16",
+        "params.down": "i8/16",
+    }
+    some = (
+        zt.quantize_gathers(4, 16, where="*.up"),
+        zt.quantize_gathers(4, 16, where=lambda p, w: w.shape[:1] == (16,)),
+    )
     for transform in some:
         assert formats(lower(transform)) == {"params.up": "i4/16", "params.down": "None"}
     fp8 = lower(zt.quantize_gathers(block=16, format="fp8"))
@@ -152,16 +158,26 @@ def test_gathers_of_fp8_stay():
 def test_options_that_do_not_exist_are_errors():
     for options, text in {
         (("bits", 6),): "quantize_gathers: bits=6; codes have 8 or 4 bits.",
-        (("block", 3),): "quantize_gathers: block=3; it is an even number of elements, such as 256.",
+        (
+            ("block", 3),
+        ): "quantize_gathers: block=3; it is an even number of elements, such as 256.",
         (("format", "fp4"),): "quantize_gathers: format='fp4'; use 'int' or 'fp8'.",
-        (("bits", 4), ("format", "fp8")): "format='fp8' has 8 bits, not 4. Leave out one of the two.",
+        (
+            ("bits", 4),
+            ("format", "fp8"),
+        ): "format='fp8' has 8 bits, not 4. Leave out one of the two.",
     }.items():
         with pytest.raises(ValueError) as e:
             zt.quantize_gathers(**dict(options))
         assert text in str(e.value)
     with pytest.raises(TypeError, match=r"quantize_gathers: where=3; it is a pattern of paths"):
         zt.quantize_gathers(where=3)
-    with pytest.raises(ValueError, match=r"where='\*.left' matches no leaf of the state.\nThese are params.up, "):
+    with pytest.raises(
+        ValueError, match=r"where='\*.left' matches no leaf of the state.\nThese are params.up, "
+    ):
         lower(zt.quantize_gathers(where="*.left"))
-    with pytest.raises(ValueError, match=r"quantize_gathers: the program is not sharded.*\nApply shard_params first"):
+    with pytest.raises(
+        ValueError,
+        match=r"quantize_gathers: the program is not sharded.*\nApply shard_params first",
+    ):
         zt.quantize_gathers()(step).lower(new_state(), *batch())

@@ -58,7 +58,9 @@ def test_a_turn_spreads_an_outlier():
 
     errors = {}
     for rotate in (None, 64):
-        chain = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), zt.quantize_grads(4, rotate=rotate))
+        chain = zt.chain(
+            zt.shard_params(zt.AbstractMesh(dp=2)), zt.quantize_grads(4, rotate=rotate)
+        )
         state = {"w": torch.zeros(8, 64)}
         new, _ = chain(move).lower(state, g).lockstep(state, [(g,), (g,)])
         errors[rotate] = (-new["w"] - g)[:, 4:].norm() / g[:, 4:].norm()
@@ -68,24 +70,35 @@ def test_a_turn_spreads_an_outlier():
 def test_a_gradient_without_a_dim_to_turn_is_sent_as_it_is():
     assert "hadamard" not in str(lower(zt.quantize_grads(4, 8, rotate=64)))
     along_columns = lower(zt.quantize_grads(4, 8, rotate=8), dim=lambda path, leaf: 1)
-    assert str(along_columns).count("hadamard") == 2  # `up`, f32[16,8@dp], along its rows; `down` has 6 of them
+    assert (
+        str(along_columns).count("hadamard") == 2
+    )  # `up`, f32[16,8@dp], along its rows; `down` has 6 of them
 
 
 def test_hosts_send_each_other_another_format():
     lowered = lower(
-        zt.quantize_grads(8, 8, between=4), replicate_axis="host", mesh=zt.AbstractMesh(host=2, dp=2)
+        zt.quantize_grads(8, 8, between=4),
+        replicate_axis="host",
+        mesh=zt.AbstractMesh(host=2, dp=2),
     )
-    assert formats(lowered) == [
-        ("reduce_scatter", "i8/8", "i4/8"),
-        ("all_reduce", "i4/8", "i4/8"),
-    ] * 2
+    assert (
+        formats(lowered)
+        == [
+            ("reduce_scatter", "i8/8", "i4/8"),
+            ("all_reduce", "i4/8", "i4/8"),
+        ]
+        * 2
+    )
 
 
 def test_gradients_are_chosen_by_dims_pattern_or_function():
     assert {dtype for _, dtype, _ in formats(lower(zt.quantize_grads(block=16)))} == {"i8/16"}
     only_up = [("reduce_scatter", "None", "None"), ("reduce_scatter", "i4/16", "None")]
     assert sorted(formats(lower(zt.quantize_grads(4, 16, where="*.up")))) == only_up
-    assert sorted(formats(lower(zt.quantize_grads(4, 16, where=lambda p, w: w.shape[:1] == (16,))))) == only_up
+    assert (
+        sorted(formats(lower(zt.quantize_grads(4, 16, where=lambda p, w: w.shape[:1] == (16,)))))
+        == only_up
+    )
 
 
 def test_options_that_do_not_exist_are_errors():
