@@ -46,6 +46,4 @@ def meaning(
 define_composite(
     "arrived(Tensor x, int parts, int dim, int bits, int block, str kind) -> Tensor", meaning
 )
-torch.library.register_fake(
-    "ztrans::arrived", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY
-)
+torch.library.register_fake("ztrans::arrived", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY)

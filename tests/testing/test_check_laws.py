@@ -80,6 +80,11 @@ SUMS = [
     zt.accumulate(2, order="layers"),
     *(zt.tile(parts=2), zt.tile(memory="auto")),
 ]
+# What is sent is rounded.
+CODES = [
+    *(zt.quantize_gathers(block=2), zt.quantize_gathers(block=2, format="fp8")),
+    *(zt.quantize_grads(block=2), zt.quantize_grads(8, 2, between=4, rotate=2)),
+]
 
 
 @pytest.mark.slow
@@ -102,8 +107,15 @@ def test_micro_batches_obey_the_laws_to_rounding(transform):
     zt.testing.check_laws(transform, train, double(params), double(data), **laws)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", CODES, ids=repr)
+def test_codes_obey_the_laws_to_their_rounding(transform):
+    laws = {"worlds": (2,), "stages": (0, 3), "tolerance": 0.05, "unsharded": False}
+    zt.testing.check_laws(transform, in_halves, *with_momentum(), **laws)
+
+
 def test_every_transform_is_checked():
-    checked = {transform.name for transform in (*TRANSFORMS, *SUMS)}
+    checked = {transform.name for transform in (*TRANSFORMS, *SUMS, *CODES)}
     functions = {
         name
         for name in zt.__all__

@@ -117,6 +117,25 @@ def part_sizes(eqn: Eqn, index: int, sizes: Sizes) -> tuple[int, int]:
     return elements, parts
 
 
+def sent_in(wire: Coded, start: Eqn, sizes: Sizes) -> Eqn:
+    """A start that sends its members in a format of codes, or the start itself if that has no shorter messages.
+
+    Whole blocks may be longer than a short member. Only floats of at most 32 bits become codes, and on one rank none.
+
+    >>> w = Var("w", torch.float32, (32, 16), (Split("dp"),))
+    >>> start = all_gather([w], ["w.full"], "dp")
+    >>> sent_in(Coded(8, 64), start, {"dp": 2}).kwargs["dtype"], sent_in(Coded(8, 64), start, {"dp": 64}) is start
+    (Coded(bits=8, block=64, kind='int'), True)
+    """
+    are_floats = all(v.dtype in _CODED for v in (*start.ins, *start.results))
+    if not are_floats or sizes[start.kwargs["axis"]] == 1:
+        return start
+    coded = start.replace(kwargs={**start.kwargs, "dtype": wire})
+    members = range(len(start.ins))
+    before, after = (sum(buffer_bytes(e, k, sizes) for k in members) for e in (start, coded))
+    return coded if after < before else start
+
+
 def is_small(eqn: Eqn, index: int, sizes: Sizes) -> bool:
     """Whether a collective packs a member with the other small members of its bucket.
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import ALL_GATHER, role, sent_in
+from ..ir.collectives import role, rules, sent_in
 from ..ir.graph import Graph
 from ..ir.rewriter import Rewriter
 from ..ir.wire_format import Coded
@@ -68,13 +68,17 @@ class _QuantizeGathers(Transform):
     where: Where | None = None
 
     # After the transforms that decide what is gathered, and in which dtype.
-    phase: ClassVar[int] = 3
+    phase: ClassVar[float] = 3
 
     def rewrite(self, graph: Graph) -> Graph:
         paths = quantized_paths(self, graph, self.where)
         new = Rewriter(graph)
         for e in graph.eqns:
-            if e.op is ALL_GATHER and role(e) == "param" and paths.issuperset(e.provenance.paths):
+            if (
+                rules(e).lane == "gather"
+                and role(e) == "param"
+                and paths.issuperset(e.provenance.paths)
+            ):
                 new.replace(e, sent_in(Coded(self.bits, self.block, self.format), e, graph.axes))
         return new.applied()
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import is_start, role, rules, sent_in
+from ..ir.collectives import role, rules, sent_in
 from ..ir.graph import Eqn, Graph, Split
 from ..ir.pairing import pair
 from ..ir.rewriter import Rewriter
@@ -93,14 +93,14 @@ class _QuantizeGrads(Transform):
     where: Where | None = None
 
     # After the transforms that decide what is reduced, and when.
-    phase: ClassVar[int] = 3
+    phase: ClassVar[float] = 3
 
     def rewrite(self, graph: Graph) -> Graph:
         paths = quantized_paths(self, graph, self.where)
         new = Rewriter(graph)
         for start, started in pair(graph).starts.items():
-            is_reduction = is_start(start) and not rules(start).moves
-            if not is_reduction or role(start) != "grad" or start.provenance.paths[0] not in paths:
+            is_chosen = role(start) == "grad" and paths.issuperset(start.provenance.paths)
+            if rules(start).moves or not is_chosen:
                 continue
             coded = self._coded(start, graph)
             if coded is start:
@@ -121,7 +121,6 @@ class _QuantizeGrads(Transform):
                 new.replace_value(wait.out, back)
             new.replace(start, coded)
         return new.applied()
-
 
     def _coded(self, start: Eqn, graph: Graph) -> Eqn:
         """A reduction that sends codes, or the reduction itself if they are not shorter."""
