@@ -5,13 +5,14 @@ Nothing computes on codes, so a program has no equations for them: a format of t
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import role, rules, sent_in
-from ..ir.graph import Graph
+from ..ir.collectives import rules, sent_in
+from ..ir.graph import Eqn, Graph, Role
 from ..ir.rewriter import Rewriter
 from ..ir.wire_format import Coded
 from .base import Transform, Where, check_where, chosen_leaves, constructor, matches_none
@@ -74,11 +75,7 @@ class _QuantizeGathers(Transform):
         paths = quantized_paths(self, graph, self.where)
         new = Rewriter(graph)
         for e in graph.eqns:
-            if (
-                rules(e).lane == "gather"
-                and role(e) == "param"
-                and paths.issuperset(e.provenance.paths)
-            ):
+            if rules(e).lane == "gather" and serves(e, "param", paths):
                 new.replace(e, sent_in(Coded(self.bits, self.block, self.format), e, graph.axes))
         return new.applied()
 
@@ -112,6 +109,14 @@ def quantized_paths(transform: Transform, graph: Graph, where: Where | None) -> 
     if where is not None and not chosen:
         raise matches_none(transform.name, where, graph.state)
     return {v.name for v in chosen}
+
+
+def serves(start: Eqn, role: Role, paths: Set[str]) -> bool:
+    """Whether a collective has this role, for some of these leaves alone."""
+    provenance = start.provenance
+    if provenance is None or provenance.role != role:
+        return False
+    return paths >= {*provenance.paths}
 
 
 def _is_matrix(path: str, leaf: torch.Tensor) -> bool:

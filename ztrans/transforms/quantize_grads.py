@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.collectives import role, rules, sent_in
+from ..ir.collectives import rules, sent_in
 from ..ir.graph import Eqn, Graph, Split
 from ..ir.pairing import pair
 from ..ir.rewriter import Rewriter
 from ..ir.wire_format import Coded
 from .base import Transform, Where, check_where, constructor
-from .quantize_gathers import check_format, quantized_paths
+from .quantize_gathers import check_format, quantized_paths, serves
 
 HADAMARD = torch.ops.ztrans.hadamard.default
 _BLOCKS = {
@@ -99,8 +99,7 @@ class _QuantizeGrads(Transform):
         paths = quantized_paths(self, graph, self.where)
         new = Rewriter(graph)
         for start, started in pair(graph).starts.items():
-            is_chosen = role(start) == "grad" and paths.issuperset(start.provenance.paths)
-            if rules(start).moves or not is_chosen:
+            if rules(start).moves or not serves(start, "grad", paths):
                 continue
             coded = self._coded(start, graph)
             if coded is start:
