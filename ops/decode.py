@@ -13,13 +13,17 @@ than the buffer has for it. Bytes moved at least: one read of the buffer and one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .encode import check_buffer, chunks, coded_bytes
+from .encode import RUN, Run, check_buffer, coded_bytes, runs
 from .kernel import FLOATS
 from .operation import check_like, define
+
+# What a backend has compiled of `decode_blocks`, by bits, kind, block, dtype and `add`.
+compiled: dict[tuple, Callable[..., object]] = {}
 
 
 def decode(
@@ -88,25 +92,57 @@ def reference(
 def decode_rows(
     place: torch.Tensor, size: int, bits: int, block: int, kind: str, out: torch.Tensor
 ) -> None:
-    """Decode the first elements of the parts of `size` elements in uint8[ranks, bytes] into `out`."""
-    for start, codes, scales in chunks(place, size, bits, block):
-        here = out[:, start : start + codes.shape[1] * block]
-        values = decode_blocks(codes, scales, bits, kind).flatten(1)
-        here.copy_(values[:, : here.shape[1]])
+    """Decode the first elements of the parts of `size` elements in uint8[ranks, bytes] into rows of `out`."""
+    decode = decoder(bits, kind, block, out.dtype)
+    most = RUN if decode is decode_blocks else None
+    for run in runs(place, size, bits, block, most):
+        here = out[run.ranks, run.elements]
+        blocks = run.codes.shape[0] * run.codes.shape[1]
+        if here.is_contiguous() and here.numel() == blocks * block:
+            decode(*codes_and_scale(run), bits, kind, here.view(blocks, block))
+        else:
+            values = out.new_empty(blocks, block)
+            decode(*codes_and_scale(run), bits, kind, values)
+            here.copy_(values.view(len(here), -1)[:, : here.shape[1]])
 
 
-def decode_blocks(codes: torch.Tensor, scales: torch.Tensor, bits: int, kind: str) -> torch.Tensor:
-    """The meaning of decoding: float32[ranks, blocks, block] of codes and scales as `chunks` yields them."""
-    aligned = scales.clone(memory_format=torch.contiguous_format)
-    scale = aligned.view(torch.float32).unsqueeze(-1)
+def codes_and_scale(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a run, int8[blocks, bytes of a block] and float32[blocks, 1]."""
+    scales = run.scales.clone(memory_format=torch.contiguous_format)  # so that they are aligned
+    return run.codes.flatten(0, 1), scales.view(torch.float32).view(-1, 1)
+
+
+def decoder(
+    bits: int, kind: str, block: int, dtype: torch.dtype, add: bool = False
+) -> Callable[..., object]:
+    """decode_blocks, compiled if a backend has done so."""
+    plain = functools.partial(decode_blocks, add=True) if add else decode_blocks
+    return compiled.get((bits, kind, block, dtype, add), plain)
+
+
+def decode_blocks(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    kind: str,
+    out: torch.Tensor,
+    add: bool = False,
+) -> None:
+    """The meaning of decoding: dtype[blocks, block] of int8[blocks, bytes of a block] and float32[blocks, 1].
+
+    With `add`, the values are added to `out`, which is float32.
+    """
+    write = torch.Tensor.add_ if add else torch.Tensor.copy_
     if kind == "fp8":
-        return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
-    y = codes.view(torch.int8).to(torch.float32)
+        codes = codes.view(torch.float8_e4m3fn)
+    y = codes.to(torch.float32)
     if bits == 8:
-        return y.mul_(scale)
-    high = torch.round(y * 0.0625)
-    low = y.sub_(high, alpha=16)
-    return torch.cat([low.mul_(scale), high.mul_(scale)], -1)
+        write(out, y * scale)
+        return
+    low_values, high_values = out.chunk(2, -1)
+    high = (y * 0.0625).round()
+    write(low_values, (y - high * 16) * scale)
+    write(high_values, high * scale)
 
 
 def _check(buffer, sizes, bits, block, kind, outs) -> None:

@@ -11,7 +11,7 @@
 A scale is the greatest magnitude of its block over the greatest code (127, 7 or 448), rounded to nearest. A code is
 x * (1 / scale), rounded to nearest even. So -128 and -8 are unused, and what was decoded in the dtype of the parts has
 the same codes again. The error is at most half a scale; with fp8, 1/16 of the value, or less than half of the smallest
-code. A block with NaN or infinity arrives as NaN; one whose greatest magnitude is below 2**-100, as zeros. Elements
+code. A block with NaN or infinity arrives as NaN; one without a magnitude above 2**-100, as zeros. Elements
 that a part does not have are zeros. A byte of two codes of 4 bits is a + 16 * b, for elements k and k + block / 2.
 
 Errors: other formats or dtypes, several devices, a size too small, and an `out` of another shape. Bytes moved at least:
@@ -21,7 +21,8 @@ one read of every part and one write of the buffer; fp32 to 8 bits in blocks of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,12 +31,15 @@ from .operation import define
 
 # The greatest code of each format.
 GREATEST = {("int", 8): 127.0, ("int", 4): 7.0, ("fp8", 8): 448.0}
-# Blocks below it become zero: the reciprocal of their scale may be infinite.
+# Blocks without a larger magnitude become zero: the reciprocal of their scale may be infinite.
 LEAST = 2.0**-100
-# Larger magnitudes have this scale, so that no product of a code and a scale overflows.
+# Larger magnitudes have the scale of this one, so that no product of a code and a scale overflows.
 MOST = (2 - 2.0**-20) * 2.0**127
-# Elements that are coded at once on a CPU: what they need stays in its cache.
-CHUNK = 1 << 17
+# Elements that a CPU encodes, decodes or sums at once: all that this needs stays in its cache.
+RUN = 1 << 17
+# What a backend has compiled of `encode_blocks`, by bits, kind, block and dtype. It has the same bits: 0.4 ms for a
+# million elements, where PyTorch's operations take 1.4 and a cast 0.25.
+compiled: dict[tuple, Callable[..., Sequence[torch.Tensor]]] = {}
 
 
 def encode(
@@ -104,51 +108,73 @@ def reference(
         flat = part.reshape(-1)
         if flat.numel() < ranks * size:
             flat = torch.nn.functional.pad(flat, (0, ranks * size - flat.numel()))
-        rows = flat.view(ranks, size)
-        for start, codes, scales in chunks(place, size, bits, block):
-            values = rows[:, start : start + codes.shape[1] * block]
-            missing = codes.shape[1] * block - values.shape[1]
+        values = flat.view(ranks, size)
+        encode = compiled.get((bits, kind, block, part.dtype), encode_blocks)
+        most = RUN if encode is encode_blocks else None
+        for run in runs(place, size, bits, block, most):
+            x = values[run.ranks, run.elements]
+            missing = run.codes.shape[1] * block - x.shape[1]
             if missing:
-                values = torch.nn.functional.pad(values, (0, missing))
-            encoded, scale = encode_blocks(values.view(ranks, -1, block), bits, kind)
-            codes.copy_(encoded)
-            scales.copy_(scale.view(torch.uint8).view(scales.shape))
+                x = torch.nn.functional.pad(x, (0, missing))
+            codes, scale = encode(x.reshape(-1, block), bits, kind)
+            run.codes.copy_(codes.view(run.codes.shape))
+            run.scales.copy_(scale.view(torch.uint8).view(run.scales.shape))
 
 
-def chunks(
-    place: torch.Tensor, size: int, bits: int, block: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Cut the codes of a part, uint8[ranks, coded_bytes(size)], into runs of blocks.
+class Run(NamedTuple):
+    """Some blocks of a part, of one rank or of all.
 
-    Yields: the first element of a run, uint8[ranks, blocks, bytes of a block], and uint8[ranks, 4 * blocks] scales.
+    Attributes:
+        ranks, elements: where they are in the parts of all ranks; the last block may have fewer elements.
+        codes: int8[ranks, blocks, bytes of a block].
+        scales: the bytes of their scales, uint8[ranks, 4 * blocks].
+    """
+
+    ranks: slice
+    elements: slice
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def runs(place: torch.Tensor, size: int, bits: int, block: int, most: int | None) -> Iterator[Run]:
+    """Cut the codes of the parts of all ranks, uint8[ranks, coded_bytes(size)], into runs of at most so many elements.
+
+    A run has one block at least. With None there is one run for all.
     """
     ranks = len(place)
     width = block * bits // 8
     blocks = -(-size // block)
-    codes = place[:, : blocks * width].unflatten(1, (blocks, width)) if blocks else place
+    if not blocks:
+        return
+    codes = place[:, : blocks * width].view(torch.int8).unflatten(1, (blocks, width))
     scales = place[:, blocks * width :]
-    step = max(1, CHUNK // (block * ranks))
-    for first in range(0, blocks, step):
-        last = min(first + step, blocks)
-        yield first * block, codes[:, first:last], scales[:, 4 * first : 4 * last]
+    count = ranks * blocks if most is None else max(1, most // block)
+    steps = [slice(0, ranks)]
+    if ranks * blocks > count:
+        steps = [slice(r, r + 1) for r in range(ranks)]
+    for rows in steps:
+        for first in range(0, blocks, count):
+            last = min(first + count, blocks)
+            elements = slice(first * block, last * block)
+            yield Run(rows, elements, codes[rows, first:last], scales[rows, 4 * first : 4 * last])
 
 
 def encode_blocks(x: torch.Tensor, bits: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The meaning of the codes: uint8[..., bytes of a block] and float32[..., 1] of x: float[..., block]."""
+    """The meaning of the codes: int8[blocks, bytes of a block] and float32[blocks, 1] of x: float[blocks, block]."""
     x = x.to(torch.float32)
     greatest = x.abs().amax(-1, keepdim=True)
-    is_coded = (greatest >= LEAST) & (greatest < math.inf)
-    unscaled = torch.where(greatest < LEAST, 0.0, math.nan)
-    scale = torch.where(is_coded, greatest.clamp(max=MOST) / GREATEST[kind, bits], unscaled)
-    y = x * torch.where(is_coded, 1 / scale, 0.0)
-    y.nan_to_num_(0.0)  # NaN, and infinity times 0
+    scale = torch.nn.functional.threshold(greatest, LEAST, 0.0).clamp(max=MOST)
+    scale = torch.where(greatest < math.inf, scale / GREATEST[kind, bits], math.nan)
+    y = x * (1 / scale)
     if kind == "fp8":
-        return y.to(torch.float8_e4m3fn).view(torch.uint8), scale
-    y.round_()
-    if bits == 4:
-        low, high = y.chunk(2, -1)
-        y = low.add_(high, alpha=16)
-    return y.to(torch.int8).view(torch.uint8), scale
+        codes = y.to(torch.float8_e4m3fn).view(torch.int8)
+    else:
+        y = y.round()
+        if bits == 4:
+            low, high = y.chunk(2, -1)
+            y = low.add(high, alpha=16)
+        codes = y.to(torch.int8)
+    return codes * (scale > 0), scale  # the codes of zeros and of NaN are zero
 
 
 def check_format(name: str, bits: int, block: int, kind: str) -> None:

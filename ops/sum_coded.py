@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .decode import decode_blocks
-from .encode import check_buffer, chunks, coded_bytes
+from .decode import codes_and_scale, decoder
+from .encode import RUN, check_buffer, coded_bytes, runs
 from .kernel import FLOATS
 from .operation import check_like, define
 from .reduce import mean
@@ -58,15 +58,16 @@ def reference(
     """sum_coded in plain torch, a run of blocks at a time."""
     nbytes = [coded_bytes(size, bits, block, kind) for size in sizes]
     rows = [term.view(1, -1).split(nbytes, 1) for term in terms]
+    decode, add = (decoder(bits, kind, block, torch.float32, add) for add in (False, True))
     for out, size, *places in zip(outs, sizes, *rows, strict=True):
-        for runs in zip(*(chunks(place, size, bits, block) for place in places)):
-            start, codes, scales = runs[0]
-            total = decode_blocks(codes, scales, bits, kind)
-            for _, codes, scales in runs[1:]:
-                total += decode_blocks(codes, scales, bits, kind)
+        for same in zip(*(runs(place, size, bits, block, RUN) for place in places)):
+            total = torch.empty(same[0].codes.shape[1], block, device=out.device)
+            decode(*codes_and_scale(same[0]), bits, kind, total)
+            for run in same[1:]:
+                add(*codes_and_scale(run), bits, kind, total)
             if op == "mean":
                 total = mean(total, count)
-            here = out.view(-1)[start : start + total.numel()]
+            here = out.view(-1)[same[0].elements]
             here.copy_(total.view(-1)[: len(here)])
 
 

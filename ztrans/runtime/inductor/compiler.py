@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...calling.inputs import device_of
 from ...ir.collectives import rules
@@ -172,11 +173,13 @@ def fused(
     like: Sequence[Strided],
     donated: Sequence[int] = (),
     deterministic: bool = False,
+    any_rows: bool = False,
 ) -> Callable[[list], Sequence]:
     """Compile `function` with Inductor, into one kernel if possible.
 
     The kernel takes a list of tensors with the layouts `like`. It may write over the arguments at the positions
-    `donated`. With `deterministic`, Inductor selects nothing by timing, so that all ranks get the same kernel.
+    `donated`. With `deterministic`, Inductor selects nothing by timing, so that all ranks get the same kernel. With
+    `any_rows`, the first dim of all tensors may have any one size.
     """
     from torch._inductor import config  # imported here, because that takes a second
     from torch._inductor.compile_fx import compile_fx_inner
@@ -184,6 +187,9 @@ def fused(
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     with fake() as mode:
+        if any_rows:
+            rows = _any_size(mode)
+            like = [layout._replace(shape=(rows, *layout.shape[1:])) for layout in like]
         fakes = [layout.empty() for layout in like]
         decompositions = {**select_decomp_table(), **_OURS}
         module = make_fx(function, decomposition_table=decompositions)(*fakes)
@@ -214,6 +220,14 @@ def fused(
     }
     with torch.no_grad(), tracing(context), config.patch(options):
         return compile_fx_inner(module, fakes, is_backward=True)
+
+
+def _any_size(mode: FakeTensorMode) -> Any:
+    """A size that fake tensors of this mode may have, and that stands for any."""
+    env: Any = mode.shape_env
+    source = ConstantSource("rows")
+    symbol = env.create_unspecified_symbol(1000, source, DimDynamic.DYNAMIC)
+    return env.create_symintnode(symbol, hint=1000, source=source)
 
 
 def inner_callable(kernel: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
