@@ -23,6 +23,7 @@ from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_user_collective
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
+from .codec import compile_codec
 from .compiler import Strided, fused, infer_layouts, inner_callable
 from .fusion import FusedGroup, computed_alike
 
@@ -103,6 +104,8 @@ def executable(
     kernels, compiled = _compile(program)
     eqn_groups = [group.eqns for group in program.groups]
     device = device_of(inputs)
+    if device is None or device.type == "cpu":
+        compile_codec(graph)
     code = to_fx(graph, mesh, True, eqn_groups, kernels, on_write=on_write, device=device)
     layouts = [program.layouts[v] for v in graph.arguments]
     outputs = aliased_outputs(graph)

@@ -1,0 +1,79 @@
+"""The compiled codec has the bits of plain PyTorch, for values that break codecs and for any number of blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ztrans import ops
+from ztrans.ir.wire_format import Coded
+from ztrans.runtime.inductor import codec
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning:torch"
+    ),  # Inductor's own modules use torch.jit
+]
+
+
+def hard_values(block, dtype):
+    """Blocks of ordinary, zero, subnormal, huge and equal numbers, with an outlier, NaN and infinities."""
+    x = torch.randn(12, block, generator=torch.Generator().manual_seed(0))
+    x[1] = 0
+    x[2] = 1e-40
+    x[3] *= 1e-35
+    x[4] = x[4].clamp(-1, 1) * 3.3e38
+    x[5, 3] = math.nan
+    x[6, 4] = math.inf
+    x[7, 5] = -math.inf
+    x[8] = 0.3
+    x[9, 6] = 1e4
+    x[10] = torch.finfo(dtype).max
+    return x.to(dtype).view(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("form", "encoded", "decoded"),
+    [
+        (Coded(8, 256), torch.float32, torch.bfloat16),
+        (Coded(4, 64), torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_plain_torch(form, encoded, decoded, monkeypatch):
+    arguments = form.bits, form.block, form.kind
+    inputs = [
+        hard_values(form.block, encoded),
+        hard_values(form.block, encoded)[:, : form.block - 3],
+    ]
+
+    def results():
+        found = []
+        for x in inputs:
+            codes = ops.encode(x, *arguments)
+            found += [codes, ops.decode(codes, x.numel(), decoded, *arguments)]
+            total = torch.empty(x.numel())
+            ops.sum_coded([codes[0], codes[0]], [total], [x.numel()], "mean", 3, *arguments)
+            found.append(total)
+        return found
+
+    for kernels in (codec.encoders, codec.decoders):
+        for key in [key for key in kernels if key[:3] == (form.bits, form.kind, form.block)]:
+            monkeypatch.delitem(kernels, key)
+    plain = results()
+    codec.compile_encode(form, encoded)
+    codec.compile_decode(form, decoded)
+    codec.compile_decode(form, torch.float32)
+    codec.compile_decode(form, torch.float32, add=True)
+    ran = []
+    for kernels in (codec.encoders, codec.decoders):
+        for key, kernel in kernels.items():
+            monkeypatch.setitem(
+                kernels, key, lambda *x, kernel=kernel, key=key: (ran.append(key), kernel(*x))[1]
+            )
+    for ours, true in zip(results(), plain, strict=True):
+        assert torch.equal(ours.view(torch.uint8), true.view(torch.uint8))
+    assert len({*ran}) == 4 - (decoded == torch.float32)
