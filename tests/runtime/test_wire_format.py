@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from ztrans.ir.routes import Hosts, route_of
 from ztrans.ir.wire_format import Coded, format_of
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.hierarchical import HierarchicalMessage
+from ztrans.runtime.inductor import codec
 
 I8, I4, E4M3 = Coded(8, 256), Coded(4, 64), Coded(8, 16, "fp8")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -229,3 +233,50 @@ def test_one_nan_makes_its_block_nan_and_no_other():
     values, _ = run(eqn, Hosts(2), members)
     assert not values[0][0].isnan().any()
     assert values[1][0][0].isnan().all() and not values[1][0][1].isnan().any()
+
+
+class Looked(dict):
+    """Kernels of the codec: none, and a record of what was looked up."""
+
+    def __init__(self) -> None:
+        self.keys_looked_up: set[tuple] = set()
+
+    def get(self, key, default=None):
+        self.keys_looked_up.add(key)
+        return default
+
+
+@pytest.mark.parametrize(
+    "eqn",
+    [
+        gather([(7, 40)], I8, F32, BF16),
+        gather([(7, 40)], I4, BF16),
+        reduction([(7, 40)], I8, BF16, to=0),
+        reduction([(7, 40)], I8, BF16, to=0, between=I4),
+        reduction([(7, 40)], I8),
+    ],
+    ids=["gather", "gather bf16", "reduce_scatter", "between hosts", "all_reduce"],
+)
+def test_what_a_program_needs_of_the_codec_is_compiled(eqn, monkeypatch):
+    """Whatever ranks of two hosts look up when they send and receive is compiled before the first step."""
+    kernels = {}
+    for name in ("encode", "decode"):
+        kernels[name] = Looked()
+        monkeypatch.setattr(
+            importlib.import_module(f"ztrans.ops.{name}"), "compiled", kernels[name]
+        )
+    run(eqn, Hosts(4, 2), inputs_of(eqn, 4))
+
+    compiled: dict[str, set] = {"encode": set(), "decode": set()}
+
+    def compile_encode(form, dtype):
+        compiled["encode"].add((form.bits, form.kind, form.block, dtype))
+
+    def compile_decode(form, dtype, add=False):
+        compiled["decode"].add((form.bits, form.kind, form.block, dtype, add))
+
+    monkeypatch.setattr(codec, "compile_encode", compile_encode)
+    monkeypatch.setattr(codec, "compile_decode", compile_decode)
+    codec.compile_codec(SimpleNamespace(eqns=[eqn]))
+    for name, looked_up in kernels.items():
+        assert looked_up.keys_looked_up <= compiled[name]

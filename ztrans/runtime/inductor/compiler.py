@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -224,6 +223,8 @@ def fused(
 
 def _any_size(mode: FakeTensorMode) -> Any:
     """A size that fake tensors of this mode may have, and that stands for any."""
+    from torch._dynamo.source import ConstantSource  # imported here, because that takes a second
+
     env: Any = mode.shape_env
     source = ConstantSource("rows")
     symbol = env.create_unspecified_symbol(1000, source, DimDynamic.DYNAMIC)
