@@ -491,10 +491,11 @@ class Compiled(Printed):
 
         The ranks have agreed on that order, so a single rank may have a batch of such sizes. A program with other
         collectives cannot follow this order, and a larger one may not fit in memory with it. Such a program gets a plan
-        of its own, and all ranks must agree on that plan.
+        of its own, with the same options that change bits, and all ranks must agree on that plan.
         """
         local_program = self.binding.local_program
         leader = local_program.lowered if local_program is not None else self.lowered
+        traced = traced.with_bits_of(leader.traced)
         agreed = self.is_bound
         try:
             lowered = traced.lower(cluster=leader.cluster, plan=leader.plan, follow=True)

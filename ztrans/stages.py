@@ -126,6 +126,13 @@ class Traced(Printed):
             for transforms in itertools.product(*choices)
         ]
 
+    def with_bits_of(self, other: Traced) -> Traced:
+        """This step with the open options that change bits as they are in `other`, the same step for another batch."""
+        transforms = []
+        for mine, theirs in zip(self.transforms, other.transforms, strict=True):
+            transforms.append(theirs if mine.variants_change_bits else mine)
+        return dataclasses.replace(self, transforms=tuple(transforms))
+
     def with_transforms(self, transforms: tuple[Transform, ...]) -> Traced:
         """This step with other transforms, traced again if these need another number of micro-batches.
 

@@ -54,6 +54,8 @@ class Transform:
     """
 
     phase: ClassVar[float] = 2
+    # Whether its `variants` compute other bits. Then all batch sizes have the variant that was chosen first.
+    variants_change_bits: ClassVar[bool] = False
 
     # The mesh that the program runs on, if this transform distributes it.
     mesh: DeviceMesh | AbstractMesh | None = dataclasses.field(
@@ -110,7 +112,7 @@ class Transform:
     def variants(self) -> tuple[Transform, ...]:
         """This transform with each value of an open option. A plan chooses the first of the fastest that fit.
 
-        All variants have the same shardings of leaves.
+        All variants have the same shardings of leaves. If they compute other bits, set `variants_change_bits`.
         """
         return (self,)
 
