@@ -5,6 +5,7 @@ Nothing computes on codes, so a program has no equations for them: a format of t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -20,7 +21,7 @@ from .base import Transform, Where, check_where, chosen_leaves, constructor, mat
 
 @constructor
 def quantize_gathers(
-    bits: Literal[8, 4] = 8,
+    bits: Literal[8, 4, "auto"] = 8,
     block: int = 256,
     *,
     format: Literal["int", "fp8"] = "int",
@@ -41,7 +42,8 @@ def quantize_gathers(
     parallelism, stays too.
 
     Args:
-        bits: the bits of a code: 8 or 4.
+        bits: the bits of a code: 8 or 4. With "auto", a plan sends codes of 8 bits if they make the step more than 1%
+            faster, and else what is sent without this transform.
         block: the number of elements that share a scale; even.
         format: "int" for integers, or "fp8" for e4m3 floats of 8 bits, whose errors are about four times as large.
         where: the leaves to quantize, as a pattern for `fnmatch` of their paths, or as a function `where(path, leaf)`
@@ -55,7 +57,7 @@ def quantize_gathers(
     >>> quantize_gathers(4, block=64)
     quantize_gathers(bits=4, block=64)
     """
-    check_format("quantize_gathers", "bits", bits, block, format)
+    check_format("quantize_gathers", "bits", 8 if bits == "auto" else bits, block, format)
     if where is not None:
         check_where("quantize_gathers", where, "params.*.weight")
     return _QuantizeGathers(bits, block, format, where)
@@ -63,21 +65,50 @@ def quantize_gathers(
 
 @dataclass(frozen=True)
 class _QuantizeGathers(Transform):
-    bits: int = 8
+    bits: Bits = 8
     block: int = 256
     format: str = "int"
     where: Where | None = None
 
     # After the transforms that decide what is gathered, and in which dtype.
     phase: ClassVar[float] = 3
+    variants_change_bits: ClassVar[bool] = True
+
+    @property
+    def variants(self) -> tuple[Transform, ...]:
+        return tuple(dataclasses.replace(self, bits=bits) for bits in bits_to_plan(self.bits))
 
     def rewrite(self, graph: Graph) -> Graph:
         paths = quantized_paths(self, graph, self.where)
+        bits = chosen_bits(self, self.bits)
+        if bits is None:
+            return graph
         new = Rewriter(graph)
         for e in graph.eqns:
             if rules(e).lane == "gather" and serves(e, "param", paths):
-                new.replace(e, sent_in(Coded(self.bits, self.block, self.format), e, graph.axes))
+                new.replace(e, sent_in(Coded(bits, self.block, self.format), e, graph.axes))
         return new.applied()
+
+
+# The bits of codes; "auto" if a plan is to choose them, and None if it has chosen to send no codes.
+Bits = int | Literal["auto"] | None
+
+
+def bits_to_plan(bits: Bits) -> tuple[Bits, ...]:
+    """What a plan chooses from. The first of the fastest is chosen, so it sends codes only where they are faster."""
+    return (None, 8) if bits == "auto" else (bits,)
+
+
+def chosen_bits(transform: Transform, bits: Bits) -> int | None:
+    """The bits of codes, or None for no codes.
+
+    Raises: ValueError if no plan has chosen them.
+    """
+    if bits == "auto":
+        raise ValueError(
+            f"{transform!r}: the bits are chosen by Step.lower. Name them to rewrite a program with it."
+        )
+    return bits
 
 
 def check_format(name: str, option: str, bits: object, block: object, kind: object) -> None:

@@ -6,6 +6,7 @@ Hadamard turn.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +18,14 @@ from ..ir.pairing import pair
 from ..ir.rewriter import Rewriter
 from ..ir.wire_format import Coded
 from .base import Transform, Where, check_where, constructor
-from .quantize_gathers import check_format, quantized_paths, serves
+from .quantize_gathers import (
+    Bits,
+    bits_to_plan,
+    check_format,
+    chosen_bits,
+    quantized_paths,
+    serves,
+)
 
 HADAMARD = torch.ops.ztrans.hadamard.default
 _BLOCKS = {
@@ -28,7 +36,7 @@ _BLOCKS = {
 
 @constructor
 def quantize_grads(
-    bits: Literal[8, 4] = 8,
+    bits: Literal[8, 4, "auto"] = 8,
     block: int | None = None,
     *,
     between: Literal[8, 4] | None = None,
@@ -57,7 +65,8 @@ def quantize_grads(
         g1 = wait(f)                                       g1 = hadamard(wait(f), 1, 64)
 
     Args:
-        bits: the bits of a code: 8 or 4.
+        bits: the bits of a code: 8 or 4. With "auto", a plan sends codes of 8 bits if they make the step more than 1%
+            faster, and else what is sent without this transform.
         block: the number of elements that share a scale; even. By default 256, and with 4 bits 64.
         between: the bits of what hosts send each other: the sum of the terms of a host, which its ranks decode and add
             up first, and gradients that are reduced over the `replicate_axis` of `shard_params`. By default `bits`.
@@ -75,7 +84,8 @@ def quantize_grads(
     >>> quantize_grads(4, rotate=64)
     quantize_grads(bits=4, rotate=64)
     """
-    for option, value in (("bits", bits), ("between", bits if between is None else between)):
+    own = 8 if bits == "auto" else bits
+    for option, value in (("bits", own), ("between", own if between is None else between)):
         check_format("quantize_grads", option, value, 2 if block is None else block, "int")
     if rotate is not None and not _is_power_of_2(rotate):
         raise ValueError(f"quantize_grads: rotate={rotate!r}; it is a power of 2, such as 64.")
@@ -86,7 +96,7 @@ def quantize_grads(
 
 @dataclass(frozen=True)
 class _QuantizeGrads(Transform):
-    bits: int = 8
+    bits: Bits = 8
     block: int | None = None
     between: int | None = None
     rotate: int | None = None
@@ -94,14 +104,22 @@ class _QuantizeGrads(Transform):
 
     # After the transforms that decide what is reduced, and when.
     phase: ClassVar[float] = 3
+    variants_change_bits: ClassVar[bool] = True
+
+    @property
+    def variants(self) -> tuple[Transform, ...]:
+        return tuple(dataclasses.replace(self, bits=bits) for bits in bits_to_plan(self.bits))
 
     def rewrite(self, graph: Graph) -> Graph:
         paths = quantized_paths(self, graph, self.where)
+        bits = chosen_bits(self, self.bits)
+        if bits is None:
+            return graph
         new = Rewriter(graph)
         for start, started in pair(graph).starts.items():
             if rules(start).moves or not serves(start, "grad", paths):
                 continue
-            coded = self._coded(start, graph)
+            coded = self._coded(start, graph, bits)
             if coded is start:
                 continue
             (term,) = start.ins
@@ -121,9 +139,9 @@ class _QuantizeGrads(Transform):
             new.replace(start, coded)
         return new.applied()
 
-    def _coded(self, start: Eqn, graph: Graph) -> Eqn:
+    def _coded(self, start: Eqn, graph: Graph, bits: int) -> Eqn:
         """A reduction that sends codes, or the reduction itself if they are not shorter."""
-        own, between = map(self._format, (self.bits, self.between or self.bits))
+        own, between = map(self._format, (bits, self.between or bits))
         is_between_replicas = any(isinstance(p, Split) for p in start.ins[0].layout)
         coded = sent_in(between if is_between_replicas else own, start, graph.axes)
         if self.between is None or coded is start:
