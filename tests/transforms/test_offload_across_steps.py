@@ -91,6 +91,33 @@ def test_a_copy_that_ends_within_the_step_does_not_go_on():
     assert not carried(low.graph)
 
 
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_where_there_is_little_room_the_last_copies_of_the_queue_go_on(room):
+    """An earlier one has ended when the step waits for a later one, so it would only take room."""
+
+    def step(state, x):
+        params = [w.detach().requires_grad_() for w in state["w"]]
+        y = x
+        for w in params:
+            y = torch.tanh(y @ w)
+        grads = torch.autograd.grad(y.sum(), params)
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        m = [0.9 * m + g / norm for m, g in zip(state["m"], grads)]
+        return {"w": [w - m for w, m in zip(state["w"], m)], "m": m}, y.sum()
+
+    state = {key: [torch.zeros(64, 64) for _ in range(8)] for key in "wm"}
+    moved = zt.offload(where="*", at_least=0, across_steps=True)
+    args = state, torch.ones(2, 64)
+    least = memory(moved(step).lower(*args, cluster=SLOW).graph).peak
+    limit = zt.prefetch(memory=least + room * 64 * 64 * 4)
+    graph = zt.chain(moved, limit)(step).lower(*args, cluster=SLOW).graph
+    copied = [e.kwargs["over"].name for e in graph.eqns if e.op is TO_HOST]
+    waited_for = {e.out.name: e.ins[0].name for e in graph.eqns if e.ins and e.ins[0].future}
+    go_on = [waited_for.get(name) in carried(graph) for name in copied]
+    assert 0 < sum(go_on) < len(go_on)
+    assert go_on == sorted(go_on)
+
+
 @pytest.mark.parametrize("leaf", ["returned twice", "returned as an output", "the batch", "a view"])
 def test_what_the_caller_may_write_over_is_not_read_after_the_step(leaf):
     """The caller may write over the new weights, the outputs and the batch at once, while a copy still read them."""
@@ -165,7 +192,9 @@ def test_twenty_steps_have_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name, stage", [("mlp_momentum", 0), ("clipped", 3)])
-@pytest.mark.parametrize("prefetch", [zt.prefetch(), zt.prefetch(across_steps=True)])
+@pytest.mark.parametrize(
+    "prefetch", [zt.prefetch(memory=1 << 20, across_steps=x) for x in (False, True)]
+)
 def test_ranks_have_the_same_bits(name, stage, prefetch):
     """With gathers that pass from step to step too."""
     case = CASES[name]

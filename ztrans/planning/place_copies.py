@@ -326,70 +326,91 @@ class _Placing:
 
     def _place_waits(self, copies: list[Eqn]) -> None:
         """Wait for copies to the host where they have ended."""
-        end = self._seconds_after_step(copies)  # of the copies so far
-        for e in copies:
+        ends = self._ends(copies)
+        count = self._count_of_carried(copies, ends)
+        end = 0.0  # of the copies so far, in the next step
+        for e in copies[len(copies) - count :]:
+            end += self._seconds(e)
+            self._carry(e, end)
+        for e, end in zip(copies[: len(copies) - count], ends):
             (wait,) = self.readers[e.out]
             first = self.index[wait]
-            end = max(end, self.time[first]) + self._seconds(e)
-            if e in self.carriable and end > self.time[-1] and self._carry_if_room(e, end):
-                continue
             readers = (self.index[reader] for reader in self.readers.get(wait.out, ()))
             latest = min(readers, default=len(self.live))
             place = min(bisect_left(self.time, end), latest)
             place = min(self.after_updates[place], latest)
 
-            # The bytes are live anyway while other equations need the value.
-            value = e.ins[0]
-            begin = max(first, self._needed_until(value))
-            place = self._reserve_until(begin, place, self.bytes_on_device(value))
+            place = self._reserve_until(self._first_after(e), place, self.bytes_on_device(e.ins[0]))
             index = max(self.before_updates[place], first)
             self.position[wait] = _Position(index, _EARLIER_WAITS)
+
+    def _ends(self, copies: list[Eqn]) -> list[float]:
+        """When each copy to the host ends."""
+        ends = []
+        end = 0.0
+        for e in copies:
+            (wait,) = self.readers[e.out]
+            end = max(end, self.time[self.index[wait]]) + self._seconds(e)
+            ends.append(end)
+        return ends
+
+    def _count_of_carried(self, copies: list[Eqn], ends: Sequence[float]) -> int:
+        """How many copies are carried: the last ones of the queue that outlast the step, and have room until its end.
+
+        An earlier copy has ended before the last one that the step waits for.
+        """
+        room = self.limit - self.live
+        count = 0
+        for e, end in zip(reversed(copies), reversed(ends)):
+            if e not in self.carriable or end <= self.time[-1]:
+                break
+            size = self.bytes_on_device(e.ins[0])
+            first = self._first_after(e)
+            if room[0] < size or (room[first:] < size).any():
+                break
+            room[first:] -= size
+            room[0] -= size
+            count += 1
+        return count
+
+    def _carry(self, e: Eqn, end: float) -> None:
+        """Carry a copy that ends at time `end` of the next step, while there is room."""
+        (wait,) = self.readers[e.out]
+        leaf = self.carriable[e]
+        size = self.bytes_on_device(e.ins[0])
+        self.live[self._first_after(e) :] += size
+        latest = min(self.index[reader] for reader in self.readers[leaf])
+        place = self._reserve_until(0, min(bisect_left(self.time, end), latest), size)
+        self.position[wait] = _Position(place, _EARLIER_WAITS)
+        self.carried[e] = leaf
+        self.arrives[leaf] = place
+
+    def _first_after(self, e: Eqn) -> int:
+        """The place from which only a copy to the host, and no equation, needs the storage of its source."""
+        (wait,) = self.readers[e.out]
+        return max(self.index[wait], self._needed_until(e.ins[0]))
 
     def _needed_until(self, v: Var) -> int:
         """The place until which the program needs the storage of a value."""
         return min(self.lifetimes.last[self.lifetimes.root[v]] + 1, len(self.live))
 
-    def _seconds_after_step(self, copies: list[Eqn]) -> float:
-        """The seconds by which the copies to the host outlast the step, if they may be carried."""
-        if not self.carriable:
-            return 0.0
-        end = 0.0
-        for e in copies:
-            (wait,) = self.readers[e.out]
-            end = max(end, self.time[self.index[wait]]) + self._seconds(e)
-        return max(end - self.time[-1], 0.0)
-
-    def _carry_if_room(self, e: Eqn, end: float) -> bool:
-        """Carry a copy that ends at time `end` if there is room until the step ends. Return whether it is carried."""
-        (wait,) = self.readers[e.out]
-        leaf = self.carriable[e]
-        size = self.bytes_on_device(e.ins[0])
-        first = max(self.index[wait], self._needed_until(e.ins[0]))
-        if (self.live[first:] + size > self.limit).any():
-            return False
-        self.live[first:] += size
-        latest = min(self.index[reader] for reader in self.readers[leaf])
-        place = min(bisect_left(self.time, end - self.time[-1]), latest)
-        place = self._reserve_until(0, place, size)
-        self.position[wait] = _Position(place, _EARLIER_WAITS)
-        self.carried[e] = leaf
-        self.arrives[leaf] = place
-        return True
-
     def _place_starts(self, copies: list[Eqn]) -> None:
         """Start copies to the device so that they have ended where they are needed."""
         begin = float("inf")  # of the copies so far, from the last one back
-        places: dict[Eqn, int] = {}
+        begins: dict[Eqn, float] = {}
         for e in reversed(copies):
-            index = self.index[e]
-            begin = min(begin, self.time[index]) - self._seconds(e) - self.cluster.device.kernel_gap
-            place = max(bisect_right(self.time, begin) - 1, self._exists(e.ins[0]))
-            place = max(self.before_updates[place], self._exists(e.ins[0]))
-            place = self._reserve_from(place, index, self.bytes_on_device(e.out))
-            places[e] = min(self.after_updates[place], index)
+            needed = self.time[self.index[e]]
+            begin = min(begin, needed) - self._seconds(e) - self.cluster.device.kernel_gap
+            begins[e] = begin
+        # Room goes to the copies that are needed first, because no copy starts before one that is needed earlier.
         latest = 0
-        for e in copies:  # a queue: no copy starts before one that is needed earlier
-            latest = max(latest, places[e])
+        for e in copies:
+            index = self.index[e]
+            exists = self._exists(e.ins[0])
+            place = max(bisect_right(self.time, begins[e]) - 1, exists)
+            place = max(self.before_updates[place], exists, latest)
+            place = self._reserve_from(place, index, self.bytes_on_device(e.out))
+            latest = max(latest, min(self.after_updates[place], index))
             self.position[e] = _Position(latest, _STARTS_BEFORE)
 
     def _exists(self, host_value: Var) -> int:
