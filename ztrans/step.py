@@ -612,6 +612,7 @@ class Step(Generic[P, R]):
         Raises: TypeError if a leaf is neither a tensor nor a number. ValueError if the ranks hold different leaves, or
             `source` is not 0 on a mesh of several axes. RuntimeError if the state is half updated.
         """
+        state = self._state.paired(state)
         leaves = pytree.tree_leaves(state)
         _, paths = self._state.names(state)
         check_state(paths, leaves)
@@ -636,6 +637,7 @@ class Step(Generic[P, R]):
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """
+        state = self._state.paired(state)
         check_ended(pytree.tree_leaves(state), "unshard")
         return unshard_state(state, self.mesh, self.leaf_shardings(state))
 

@@ -54,6 +54,11 @@ class StepState:
         """The user's state, and the leaves that transforms keep beside it; {} if there are none."""
         return parted(state, [t.name for t in self.transforms], self.is_lifted)
 
+    def paired(self, state: Any) -> Any:
+        """A state whose pair `(state, kept)` is a `WithKept`, also if the caller has put it together again."""
+        pair = self.parted(state)
+        return pair if type(state) is tuple and pair.kept else state
+
     def kept(self, own: Any) -> tuple[Kept, ...]:
         """The leaves that transforms keep beside the user's state."""
         if all(type(t).keeps is Transform.keeps for t in self.transforms):
@@ -115,7 +120,7 @@ class StepState:
     def exchanged(self, state: Any, transform: str) -> Any:
         """A state in which the leaves that a transform keeps, and those that they are like, have changed places.
 
-        Nothing is copied, unless one of the two is in another memory.
+        Nothing is copied, unless one of the two is in another memory or dtype.
 
         Raises: ValueError if the step has no such transform; TypeError if the state lacks these leaves.
         """
@@ -124,6 +129,7 @@ class StepState:
                 f"{self.step}: it has no {transform} among its transforms, so its state has no leaves of it.\n"
                 f"Apply it before the loop: zt.{transform}(...)(step)."
             )
+        state = self.paired(state)
         own, _ = self.check_kept(state)
         names, _ = self.names(state)
         leaves = dict(zip(names, pytree.tree_leaves(state)))
@@ -131,8 +137,12 @@ class StepState:
         for kept in self.kept(own):
             if kept.transform == transform and isinstance(kept.like, str):
                 old, new = leaves[kept.like], leaves[kept.name]
-                leaves[kept.like] = in_memory(memory[kept.like], memory[kept.name], new)
-                leaves[kept.name] = in_memory(memory[kept.name], memory[kept.like], old)
+                leaves[kept.like] = in_memory(
+                    memory[kept.like], memory[kept.name], new.to(old.dtype)
+                )
+                leaves[kept.name] = in_memory(
+                    memory[kept.name], memory[kept.like], old.to(new.dtype)
+                )
         return pytree.tree_unflatten(leaves.values(), pytree.tree_structure(state))
 
     def completed(self, call: BoundCall, mesh: DeviceMesh | AbstractMesh | None) -> BoundCall:
@@ -146,8 +156,7 @@ class StepState:
             call.state.update(self.parted(self.started(own, mesh)).kept)
             return call
         self.check_kept(call.state)
-        is_pair = present and type(call.state) is tuple
-        return call._replace(state=WithKept(own, present)) if is_pair else call
+        return call._replace(state=self.paired(call.state))
 
     def check_kept(self, state: Any) -> WithKept:
         """The two parts of a state that has the leaves which transforms keep.

@@ -7,80 +7,26 @@ import torch
 from torch.func import grad_and_value
 
 import ztrans as zt
+from tests.support.kept import (
+    PARAMS,
+    Feedback,
+    Lag,
+    X,
+    chain,
+    coarse,
+    equal,
+    first_state,
+    loss_fn,
+    train_step,
+)
+from tests.support.processes import run_ranks
 from tests.support.worlds import ALL
 from ztrans import ir
-
-PARAMS = {"up": torch.linspace(-1, 1, 12).view(3, 4), "down": torch.linspace(1, -1, 4)}
-X = torch.linspace(-1, 2, 18).view(6, 3)
-
-
-def loss_fn(params, x):
-    return (torch.tanh(x @ params["up"]) @ params["down"]).square().mean()
-
-
-def train_step(state, x):
-    grads, loss = grad_and_value(loss_fn)(state["params"], x)
-    return {"params": {k: p - 0.1 * grads[k] for k, p in state["params"].items()}}, loss
-
-
-def state():
-    return {"params": {k: p.clone() for k, p in PARAMS.items()}}
-
-
-def coarse(x):
-    return (x * 8).round() / 8
-
-
-@dataclass(frozen=True)
-class Lag(zt.Transform):
-    """Keep the parameters of the step before, and count the steps."""
-
-    phase = 1
-
-    def keeps(self, leaves):
-        copies = [ir.Kept(path, like=path, start="copy") for path in leaves]
-        return [*copies, ir.Kept("steps", like=(), dtype=torch.int64)]
-
-    def rewrite(self, graph):
-        new = ir.Rewriter(graph)
-        kept = graph.kept_by(self.name)
-        for leaf in graph.state:
-            if leaf.name in kept:
-                new.set_leaf(kept[leaf.name], leaf)
-        new.set_leaf(kept["steps"], new.emit(torch.add, kept["steps"], 1, region="update"))
-        return new.applied()
-
-
-@dataclass(frozen=True)
-class Feedback(zt.Transform):
-    """Send coarse gradients. Each rank keeps what is left of its own, and adds it in the next step."""
-
-    def keeps(self, leaves):
-        return [ir.Kept(path, like=path, layout="rows") for path in leaves]
-
-    def rewrite(self, graph):
-        new = ir.Rewriter(graph)
-        kept = graph.kept_by(self.name)
-        for e in graph.eqns:
-            if not ir.is_start(e) or ir.role(e) != "grad":
-                continue
-            leaf = kept[e.provenance.paths[0]]
-            axis = leaf.split.axis
-            own = ir.row(leaf, new.fresh_name(f"{leaf.name}.own"), axis).like(e)
-            new.insert_before(e, own)
-            full = new.emit(torch.add, e.ins[0], own.out)
-            sent = new.emit(coarse, full)
-            left = new.emit(torch.sub, full, sent)
-            rows = ir.rows(left, new.fresh_name(f"{leaf.name}.new"), axis, graph.axes[axis])
-            new.insert_before(e, rows.like(e))
-            new.set_leaf(leaf, rows.out)
-            new.replace(e, e.with_inputs(lambda v, sent=sent: sent))
-        return new.applied()
 
 
 def in_lockstep(step, ranks, steps=3):
     batches = [(x,) for x in X.chunk(ranks)]
-    whole = step.init(state())
+    whole = step.init(first_state())
     lowered = step.lower(whole, *batches[0])
     for _ in range(steps):
         whole, _ = lowered.lockstep(whole, batches)
@@ -93,14 +39,14 @@ def test_a_copy_of_a_leaf_is_cut_like_it_and_a_leaf_with_a_shape_is_whole(stage)
     step = zt.chain(shard, Lag(), *ALL)(train_step)
     (own, kept) = in_lockstep(step, 2)
 
-    before, after = state(), state()
+    before, after = first_state(), first_state()
     for _ in range(3):
         before, (after, _) = after, train_step(after, X)
     torch.testing.assert_close(own, after)
     torch.testing.assert_close(kept["lag"]["params.up"], before["params"]["up"])
     assert kept["lag"]["steps"] == 3
 
-    graph = step.lower(step.init(state()), X[:3]).graph
+    graph = step.lower(step.init(first_state()), X[:3]).graph
     leaves = {v.name: v.type for v in graph.state}
     assert (
         leaves["lag.params.up"]
@@ -139,12 +85,12 @@ def test_rows_are_of_all_ranks_that_share_a_leaf():
     mesh = zt.AbstractMesh(host=2, dp=3)
     shard = zt.shard_params(mesh, axis="dp", replicate_axis="host")
     step = zt.chain(shard, Feedback())(train_step)
-    assert step.init(state()).kept["feedback"]["params.up"].shape == (6, 3, 4)
+    assert step.init(first_state()).kept["feedback"]["params.up"].shape == (6, 3, 4)
 
 
 def test_on_one_rank_in_place():
     step = Lag()(train_step)
-    whole = step.init(state())
+    whole = step.init(first_state())
     for steps in range(1, 4):
         before = {k: p.clone() for k, p in whole.state["params"].items()}
         whole, _ = step(whole, X)
@@ -163,8 +109,8 @@ def test_a_state_that_lacks_kept_leaves():
         TypeError,
         match=r"train_step: the state lacks lag.params.up, lag.params.down, lag.steps, which",
     ):
-        step(state(), X)
-    whole = step.init(state())
+        step(first_state(), X)
+    whole = step.init(first_state())
     with pytest.raises(
         TypeError, match=r"train_step: the state has lag.params.up.* which none of its transforms"
     ):
@@ -172,7 +118,7 @@ def test_a_state_that_lacks_kept_leaves():
 
 
 def test_a_step_whose_transforms_keep_nothing_has_the_state_as_it_is():
-    before = state()
+    before = first_state()
     assert zt.remat()(train_step).init(before) is before
 
 
@@ -186,7 +132,7 @@ def test_a_leaf_like_one_that_is_not_there():
         ValueError,
         match=r"lost\(\): it keeps a leaf like 'params.w', and the state has params.up, ",
     ):
-        Lost()(train_step).init(state())
+        Lost()(train_step).init(first_state())
 
 
 def test_a_lifted_loop_holds_them_itself():
@@ -211,3 +157,29 @@ def test_a_lifted_loop_holds_them_itself():
     assert [*first] == ["params", "buffers", "optimizer", "lag"]
     zt.write_back(model, sgd, first)
     assert torch.equal(model.weight, first["params"]["weight"])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_save_and_resume_and_so_do_other_worlds(tmp_path):
+    one = chain()(train_step)
+    whole = one.init(first_state())
+    for leaf in whole.kept["feedback"].values():
+        leaf.copy_(torch.linspace(0, 1, leaf.numel()).view(leaf.shape))
+    whole, _ = one(whole, X)
+    zt.save(tmp_path / "one", whole).result()
+    torch.save({**whole.kept, "whole": tuple(whole)}, tmp_path / "one.pt")
+
+    for figures in run_ranks(2, "kept.py", str(tmp_path)):
+        assert all(
+            figures[key] for key in ("lockstep", "loaded", "resumed", "ema", "rows", "spread")
+        )
+        assert abs(figures["evaluated"]) < 1e-5
+
+    # One process goes on with the sum of the rows of two.
+    loaded = zt.load(tmp_path / "two", first_state(), one)
+    two = in_lockstep(chain(zt.shard_params(zt.AbstractMesh(dp=2)))(train_step), 2, steps=2)
+    assert equal((loaded.state, loaded.kept["ema"]), (two.state, two.kept["ema"]))
+    rows = {path: leaf.sum(0, keepdim=True) for path, leaf in two.kept["feedback"].items()}
+    assert equal(loaded.kept["feedback"], rows)
+    one(loaded, X)

@@ -4,7 +4,7 @@ Each leaf has a record. It belongs to the tensor or DTensor that the caller hold
 
 | in the record | written by | read by |
 |---|---|---|
-| the mesh of its step, and its independent axes | `shard` | `save`, `load` |
+| the mesh of its step, its independent axes, its rows | `shard`, `init` | `save`, `load` |
 | that nobody has written to it | `shard` of a meta state | a step |
 | the steps that its state has taken | each step | the comparison of ranks, errors |
 | the failure that left its state half updated | a step that fails | a step, `shard`, `unshard`, `save` |
@@ -35,6 +35,7 @@ class Record:
     Attributes:
         mesh: the mesh of the step that it was sharded for; None if it was sharded for none.
         independent: the axes of this mesh along which replicas that train apart hold values of their own.
+        rows: the number of ranks that each have a row of it, a term of their sum; 0 for other leaves.
         steps: the steps that its state has taken. Only the first tensor of a state counts them.
         failure: the failure that left its state half updated; empty if none did.
         fill_version: the version of its memory after `shard` filled it; None once somebody has written to it.
@@ -42,6 +43,7 @@ class Record:
 
     mesh: DeviceMesh | None = None
     independent: tuple[str, ...] = ()
+    rows: int = 0
     steps: int = 0
     failure: str = ""
     fill_version: int | None = None

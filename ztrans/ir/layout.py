@@ -80,6 +80,7 @@ class LeafSharding:
             this rank's part.
         memory: the memory that holds it.
         dtype: its dtype between steps, if that is narrower than the fp32 in which the step computes it (see `store`).
+        rows: the number of ranks that each have a row of it, a term of their sum (see `Kept`); 0 for other leaves.
     """
 
     axes: tuple[str, ...] = ()
@@ -87,6 +88,7 @@ class LeafSharding:
     memory: MemoryKind = "device"
     independent: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
+    rows: int = 0
 
 
 def chunk(rows: int, size: int) -> int:

@@ -76,11 +76,11 @@ def shard_state(
     device = torch.device(device) if device is not None else None
     parts = []
     for leaf, sharding in zip(leaves, shardings):
-        part = _part(_on_device(leaf), sharding, mesh, source, device)
+        leaf = _in_rows(_on_device(leaf), sharding.rows)
+        part = _part(leaf, sharding, mesh, source, device)
         part = _stored(part, sharding.dtype)
         part = _copied_to(sharding.memory, part) if sharding.memory != "device" else part
-        RECORDS.of(part).mesh = mesh
-        RECORDS.of(part).independent = sharding.independent
+        _record(part, mesh, sharding)
         # Integers that a source has sent may all be 0, and then they look like an unwritten leaf.
         if source is None or part.is_floating_point():
             mark_unwritten(part, leaf)
@@ -149,13 +149,46 @@ def copied_state(state: State, shardings: Sequence[LeafSharding]) -> State:
     for leaf, sharding in zip(leaves, shardings):
         if isinstance(leaf, torch.Tensor):
             memory = sharding.memory
+            leaf = _in_rows(leaf, sharding.rows)
             copy = _stored(copied(leaf), sharding.dtype)
             copy = copied_to(memory, copy) if memory != "device" else copy
+            _record(copy, None, sharding)
             if not copy.is_meta:
                 mark_unwritten(copy, leaf)
             leaf = copy
         copies.append(leaf)
     return pytree.tree_unflatten(copies, tree)
+
+
+def _record(leaf: torch.Tensor, mesh: DeviceMesh | None, sharding: LeafSharding) -> None:
+    record = RECORDS.of(leaf)
+    record.mesh = mesh
+    record.independent = sharding.independent
+    record.rows = sharding.rows
+
+
+def _in_rows(leaf: Any, count: int) -> Any:
+    """A leaf with a row for each of `count` ranks. With another number of rows, these become equal parts of their sum.
+
+    A count of 0 means that the leaf has no rows of ranks.
+    """
+    if not count or leaf.shape[0] == count:
+        return leaf
+    with torch.no_grad():
+        if leaf.is_meta:
+            return torch.empty(count, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+        return equal_rows(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, count)
+
+
+def equal_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` equal rows with the sum of these.
+
+    >>> equal_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [4.0, 0.0]]), 2)
+    tensor([[4., 3.],
+            [4., 3.]])
+    """
+    row = rows.sum(0) / count
+    return row.to(rows.dtype).expand(count, *row.shape)
 
 
 def first_value(
@@ -186,8 +219,7 @@ def first_value(
     value = value.detach()
     if sharding.memory != "device":
         value = _copied_to(sharding.memory, value)
-    RECORDS.of(value).mesh = mesh
-    RECORDS.of(value).independent = sharding.independent
+    _record(value, mesh, sharding)
     if kept.start == "copy":
         mark_unwritten_copy(value, like)
     return value

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.axes import joint_axis, members_of
+from ..ir.axes import joint_axis, members, members_of
 from ..ir.graph import Eqn, Graph, Kept, Layout, MemoryKind, Split, Var
 from ..ir.layout import AbstractMesh, LeafSharding, mesh_axes
 from ..ir.printer import first_names
@@ -368,6 +368,7 @@ def leaf_sharding(
     layout: Layout = ()
     memory: MemoryKind = "device"
     dtype: torch.dtype | None = None
+    rows = 1 if kept is not None and kept.layout == "rows" else 0
     # By phase, as they rewrite the program: what follows a transform that narrows a leaf sees the narrow one.
     for t in sorted(transforms, key=lambda t: t.phase):
         if kept is None or t.mesh is None:
@@ -382,9 +383,9 @@ def leaf_sharding(
         independent += sharding.independent
         layout = layout or sharding.layout
         memory = memory if memory != "device" else sharding.memory
-    return LeafSharding(
-        tuple(dict.fromkeys(axes)), layout, memory, tuple(dict.fromkeys(independent)), dtype
-    )
+        rows = max(rows, sharding.rows)
+    axes, independent = list(dict.fromkeys(axes)), list(dict.fromkeys(independent))
+    return LeafSharding(tuple(axes), layout, memory, tuple(independent), dtype, rows)
 
 
 def _kept_sharding(
@@ -402,8 +403,10 @@ def _kept_sharding(
         return sharding if kept.layout == "like" else dataclasses.replace(sharding, layout=())
     row = torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta")
     sharding = t.leaf_sharding(kept.like, row, tuple(row.shape))
-    axis = joint_axis(members_of(sharding.axes), dict(mesh_axes(mesh)))
-    return dataclasses.replace(sharding, axes=(axis,), layout=(Split(axis),))
+    sizes = dict(mesh_axes(mesh))
+    axis = joint_axis(members_of(sharding.axes), sizes)
+    rows = math.prod(sizes[member] for member in members(axis))
+    return dataclasses.replace(sharding, axes=(axis,), layout=(Split(axis),), rows=rows)
 
 
 def kept_shape(
@@ -415,11 +418,8 @@ def kept_shape(
     shape = tuple(leaves[kept.like].shape)
     if kept.layout != "rows":
         return shape
-    mesh = mesh_of(transforms)
-    sizes = {} if mesh is None else dict(mesh_axes(mesh))
     blank = torch.empty(1, *shape, device="meta")
-    sharding = leaf_sharding(transforms, kept.name, blank, tuple(blank.shape), kept)
-    return (math.prod(sizes[axis] for axis in members_of(sharding.axes)), *shape)
+    return leaf_sharding(transforms, kept.name, blank, tuple(blank.shape), kept).rows, *shape
 
 
 def sharding_of(

@@ -6,7 +6,15 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ...calling.leaf_records import RECORDS
 from ...calling.meta_leaves import mark_written
 from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
 from ...ir.printer import first_names
 from ..session import leave_if_cut_off
-from ..state import mesh_of_state, with_replicas
+from ..state import equal_rows, mesh_of_state, with_replicas
 from . import folder
 from .extras import is_record, record_names, restore
 from .save import is_model_file, wait_for_saves
@@ -71,30 +80,32 @@ def load(
     if callable(like) and not callable(step):
         raise TypeError("load: the state comes before the step: zt.load(path, like, step).")
     path = Path(path).absolute()
-    leaves_by_name = named_leaves(like)
-    leaves, tree = pytree.tree_flatten(like)
+    like_by_name = named_leaves(like)
     try:
         wait_for_saves()
-        # The step lays out a state without values, into which each rank then reads its parts.
-        blank = pytree.tree_unflatten([_blank(leaf) for leaf in leaves_by_name.values()], tree)
+        # The step lays out a state without values, into which each rank then reads its parts. It also has the leaves
+        # that transforms keep.
         shard = getattr(step, "shard", None)
-        sharded = pytree.tree_leaves(blank if shard is None else shard(blank))
+        blank = pytree.tree_map(_blank, like)
+        laid_out = blank if shard is None else shard(blank)
+        sharded, tree = pytree.tree_flatten(laid_out)
+        leaves_by_name = {**named_leaves(laid_out), **like_by_name}
+        leaves = list(leaves_by_name.values())
         mesh = mesh_of_state(sharded)
         # Collective, so before anything that one rank alone may raise.
-        stacked = [with_replicas(x) if isinstance(x, DTensor) else x for x in sharded]
-        replicas = {
-            name: x.shape[0]
-            for name, x, part in zip(leaves_by_name, stacked, sharded)
-            if x is not part
+        stacked = _with_replicas(leaves_by_name, sharded)
+        rows = {
+            name: RECORDS.of(x).rows for name, x in zip(leaves_by_name, sharded) if _has_rows(x)
         }
-        checkpoint, names = _agreed_checkpoint(path, leaves_by_name, replicas, extras or {}, mesh)
+        replicas = {name: x.shape[0] for name, x in stacked.items()}
+        checkpoint, names = _agreed_checkpoint(
+            path, leaves_by_name, replicas, rows, extras or {}, mesh
+        )
         with failing_together(mesh, "load"):
-            parts = [_memory_for(part, leaf) for part, leaf in zip(sharded, leaves)]
-            targets = {}
-            for name, part, whole in zip(leaves_by_name, parts, stacked):
-                has_replicas = name in replicas and checkpoint.kinds[name][0] == whole.shape
-                targets[name] = (whole if has_replicas else part).detach()
-            records = checkpoint.fill(targets, list(names.values()))
+            device = _device_of(like_by_name.values())
+            parts = [_memory_for(part, leaf, device) for part, leaf in zip(sharded, leaves)]
+            by_name = dict(zip(leaves_by_name, parts))
+            records = _fill(checkpoint, by_name, stacked, rows, list(names.values()))
             for part in parts:
                 mark_written(part)
             if extras is not None:
@@ -104,6 +115,53 @@ def load(
     except BaseException as error:
         leave_if_cut_off(getattr(step, "mesh", None), "load", error)
         raise
+
+
+def _with_replicas(names: Iterable[str], leaves: Iterable[Any]) -> dict[str, DTensor]:
+    """The leaves of replicas that train apart, by name, with a dim of the replicas. All ranks must call it."""
+    stacked = {}
+    for name, leaf in zip(names, leaves):
+        whole = with_replicas(leaf) if isinstance(leaf, DTensor) else leaf
+        if whole is not leaf:
+            stacked[name] = whole
+    return stacked
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Whether each rank has a row of a leaf that a transform keeps."""
+    return isinstance(leaf, torch.Tensor) and RECORDS.of(leaf).rows > 0
+
+
+def _fill(
+    checkpoint: _Checkpoint,
+    parts: Mapping[str, torch.Tensor],
+    stacked: Mapping[str, torch.Tensor],
+    rows: Mapping[str, int],
+    records: Sequence[str],
+) -> dict[str, bytes]:
+    """Read this rank's part of each leaf, and return some records of extras. Nothing is sent.
+
+    Args:
+        checkpoint: the checkpoint.
+        parts: the memory of this rank's parts, by the names of their leaves.
+        stacked: the parts of leaves of replicas that train apart, with a dim of the replicas.
+        rows: the number of rows of the leaves that have one for each rank.
+        records: the names of the records.
+    """
+    targets = {}
+    in_other_rows = {}
+    for name, part in parts.items():
+        saved_shape, _ = checkpoint.kinds[name]
+        if name in rows and saved_shape[0] != rows[name]:
+            in_other_rows[name] = part.detach()
+        elif name in stacked and saved_shape == stacked[name].shape:
+            targets[name] = stacked[name].detach()
+        else:
+            targets[name] = part.detach()
+    found = checkpoint.fill(targets, records)
+    for name, part in in_other_rows.items():
+        checkpoint.fill_rows(name, part, rows[name])
+    return found
 
 
 class _Checkpoint:
@@ -149,6 +207,14 @@ class _Checkpoint:
                 part.copy_(as_saved[name])
         return {name: read[name] for name in records}
 
+    def fill_rows(self, name: str, part: torch.Tensor, count: int) -> None:
+        """Fill this rank's row with its part of the sum of all rows, which another number of ranks have saved."""
+        shape, dtype = self.kinds[name]
+        rows = torch.empty(shape, dtype=dtype, device="cpu")
+        self._read({name: rows})
+        local = part.to_local() if isinstance(part, DTensor) else part
+        local.copy_(equal_rows(rows, count)[: len(local)])
+
     def _read(self, parts: dict[str, Any]) -> None:
         # `dcp.load` would make all ranks plan together. Here each rank is its own coordinator.
         planner = dcp.DefaultLoadPlanner()
@@ -193,6 +259,7 @@ def _agreed_checkpoint(
     path: Path,
     leaves_by_name: Mapping[str, Any],
     replicas: Mapping[str, int],
+    rows: Collection[str],
     extras: Mapping[str, Any],
     mesh: DeviceMesh | None,
 ) -> tuple[_Checkpoint, dict[str, str]]:
@@ -203,7 +270,7 @@ def _agreed_checkpoint(
 
     def found() -> tuple[_Checkpoint, dict[str, str]]:
         checkpoint = _Checkpoint(_complete_folder(path))
-        _check_fits(checkpoint.kinds, path, leaves_by_name, replicas)
+        _check_fits(checkpoint.kinds, path, leaves_by_name, replicas, rows)
         return checkpoint, record_names(extras, checkpoint.extras, path, mesh)
 
     return agreed(found, lambda x: x[0].digest, mesh, "load")
@@ -254,8 +321,12 @@ def _check_fits(
     path: Path,
     leaves_by_name: Mapping[str, Any],
     replicas: Mapping[str, int],
+    rows: Collection[str],
 ) -> None:
-    """Check that a checkpoint has these leaves. `replicas` has the number of replicas of leaves that train apart.
+    """Check that a checkpoint has these leaves.
+
+    `replicas` has the number of replicas of leaves that train apart. Those in `rows` have a row for each rank, and may
+    have been saved by another number of ranks.
 
     Raises: ValueError if leaves are missing, have another shape, or a dtype that cannot hold the saved values.
     """
@@ -264,13 +335,15 @@ def _check_fits(
         raise ValueError(
             f"load: {path} does not fit the state.\n"
             f"  The checkpoint does not have {first_names(missing)}.\n"
-            f"`like` lists the leaves to read: leave out what the checkpoint does not have."
+            f"`like` lists the leaves to read: leave out what the checkpoint does not have. If a transform of the step "
+            f"keeps it, load without that transform, and start it: state = step.init(zt.load(path, like, other_step))."
         )
     for name, leaf in leaves_by_name.items():
         saved_shape, saved_dtype = kinds[name]
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
         fitting = [shape, (replicas[name], *shape)] if name in replicas else [shape]
-        if saved_shape not in fitting:
+        has_other_rows = name in rows and saved_shape[1:] == shape[1:]
+        if saved_shape not in fitting and not has_other_rows:
             advice = "Build the model with the sizes that it was saved with."
             if saved_shape[1:] == shape:
                 advice = (
@@ -313,13 +386,21 @@ def _blank(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
-def _memory_for(part: Any, like: Any) -> torch.Tensor:
+def _device_of(leaves: Iterable[Any]) -> torch.device:
+    """The device of the first tensor with dims that is not on meta; without one, the default device."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and not leaf.is_meta:
+            return leaf.device
+    return torch.get_default_device()
+
+
+def _memory_for(part: Any, like: Any, device_of_meta: torch.device) -> torch.Tensor:
     """Memory for a part: as `Step.shard` allocated it, or without a mesh a new tensor on the device of `like`."""
     if not isinstance(part, torch.Tensor):
         return as_tensor(part)
     if not part.is_meta:
         return part
-    device = torch.get_default_device() if like.is_meta else like.device
+    device = device_of_meta if like.is_meta else like.device
     memory = torch.empty(part.shape, dtype=part.dtype, device=device)
     return memory.requires_grad_(part.requires_grad)
 
