@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.peers.memory import Peak, lent
 from tests.support.mailbox import channels
 from ztrans.ir.collectives import all_gather, coalesce, reduce, rules
 from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
@@ -280,3 +281,18 @@ def test_what_a_program_needs_of_the_codec_is_compiled(eqn, monkeypatch):
     codec.compile_codec(SimpleNamespace(eqns=[eqn]))
     for name, looked_up in kernels.items():
         assert looked_up.keys_looked_up <= compiled[name]
+
+
+def test_a_wait_holds_one_sum_and_no_decoded_term():
+    """Terms of 4 MiB: their sum and a few blocks, where four decoded terms would take 16 MiB."""
+    eqn = reduction([(4, 1 << 20)], I8, to=0)
+    sizes, (_, groups, opened) = {"dp": 4}, channels(Hosts(4))
+    started = [
+        Start(eqn, sizes, {"dp": r}, c)(torch.ones(4, 1 << 20)) for r, c in enumerate(opened)
+    ]
+    before = lent()
+    with Peak() as peak:
+        total = wait(started[0][0])
+    assert torch.equal(total, torch.ones(1, 1 << 20))
+    assert peak.bytes - before < 10 << 20
+    del groups

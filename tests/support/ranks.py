@@ -189,6 +189,50 @@ def wire_bytes(mesh) -> None:
         )
 
 
+def narrow() -> Case:
+    """A program in fp32 with uneven parts, and leaves of one row, whose parts are empty on the second rank."""
+    model = mlp(7, 33, 1)
+    loss = square_loss(model)
+
+    def step(state, batch):
+        grads, value = grad_and_value(loss)(state["params"], *batch)
+        return adam(state, grads), value
+
+    return Case("narrow", step, adam_state(model), regression(7, 1), samples=12)
+
+
+def codes() -> None:
+    """Messages in codes of 8 and 4 bits, on real ranks and in lock-step."""
+    case = narrow()
+    dp, both = zt.make_mesh("cpu", dp=2), zt.make_mesh("cpu", dp=1, replicas=2)
+    early = zt.overlap_grads(), zt.prefetch(across_steps=True)
+    for name, bits, mesh, options, others in (
+        ("stage 1", 8, dp, {"stage": 1}, ALL),
+        ("stage 3", 4, dp, {"stage": 3}, ALL),
+        ("early", 8, dp, {"stage": 3, "reshard": "always"}, early),
+        ("replicas", 4, both, {"stage": 2, "replicate_axis": "replicas"}, (*ALL, zt.accumulate(2))),
+    ):
+        coded = zt.quantize_gathers(bits, 16, where="*"), zt.quantize_grads(bits, 16, where="*")
+
+        def on(mesh, options=options, rest=(*others, *coded)):
+            axis = {"axis": "dp"} if "replicate_axis" in options else {}
+            return zt.chain(zt.shard_params(mesh, **axis, **options), *rest)(case.step)
+
+        abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
+        step, state, expected = on(mesh), case.state(), case.state()
+        lowered = on(abstract).lower(expected, *slices(batches(case, 1)[0], WORLD)[0])
+        state = step.shard(state)
+        for batch in batches(case, 3):
+            parts = slices(batch, WORLD)
+            with counted() as counts:
+                state, output = step(state, *parts[RANK])
+            expected, outputs = lowered.lockstep(expected, parts)
+        pairs = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(expected))
+        bits = all(torch.equal(a, b) for a, b in pairs) and torch.equal(output, outputs[RANK])
+        report("codes", chain=name, bitwise=bits, received=counts["gathers"] + counts["reductions"],
+               predicted=lowered.cost_analysis().wire_bytes)  # fmt: skip
+
+
 def owned(mesh) -> None:
     """Matrices that are updated by one rank each, against every rank updating all, in processes."""
     case = owned_case()
@@ -404,6 +448,8 @@ def two() -> None:
     wire_bytes(mesh)
     micro_batches(mesh)
     fp8.on_processes(mesh, report)
+    with default_dtype(torch.float32):
+        codes()
     disagreement(mesh)
     sharding(mesh)
     as_plain(mesh, report)

@@ -9,6 +9,9 @@ from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, on_ranks
 from ztrans.ir.collectives import ALL_GATHER
+from ztrans.ir.printer import equation, program
+from ztrans.ir.rewriter import Rewriter
+from ztrans.ir.wire_format import Coded
 
 
 def test_the_program_prints(golden):
@@ -193,3 +196,22 @@ def test_a_cast_moves_only_before_views_that_keep_elements_and_dtype(name):
     new, outputs = lowered.lockstep(state, [(x,), (x,)])
     want, value = step(state, x)
     assert torch.equal(new["b"], want["b"]) and all(torch.equal(out, value) for out in outputs)
+
+
+def test_codes_are_decoded_in_the_dtype_that_the_step_uses():
+    """A format of the wire and the dtype of a gathered value commute."""
+
+    def in_codes(graph):
+        new = Rewriter(graph)
+        for e in graph.eqns:
+            if e.op is ALL_GATHER and e.out.dtype.itemsize > 1:
+                new.replace(e, e.replace(kwargs={**e.kwargs, "dtype": Coded(8, 64)}))
+        return new.applied()
+
+    fuse = zt.fuse_cast_gather().rewrite
+    graph = lower().graph
+    fused = in_codes(fuse(graph))
+    assert program(fuse(in_codes(graph))) == program(fused)
+    zt.ir.check(fused)
+    gathers = [equation(e) for e in fused.eqns if e.op is ALL_GATHER]
+    assert gathers and all("bf16[" in text and "i8/64" in text for text in gathers), gathers
