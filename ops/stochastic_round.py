@@ -1,6 +1,8 @@
-"""stochastic_round(x, key, whole, offsets): fp32 to bf16, up or down with the odds that keep the mean.
+"""stochastic_round(old, x, key, whole, offsets): fp32 to bf16, up or down with the odds that keep the mean.
 
-    x        fp32, any shape: a leaf of the state, or the part of one rank
+    old      bf16, x's shape: the stored value that the result replaces. `stochastic_round_` writes the result there,
+             and `stochastic_round` returns a new tensor; neither reads it
+    x        fp32, any shape: the new value of a leaf of the state, or the part of one rank
     key      the key of this leaf in this step, from `leaf_keys`: an int32 scalar tensor on x's device
     whole    the shape of the whole leaf
     offsets  the index in the whole leaf at which x begins, along each dim; at most one dim is cut
@@ -26,6 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -53,7 +56,8 @@ def stochastic_round(
     """
     whole = [*x.shape] if whole is None else whole
     offsets = [0] * x.ndim if offsets is None else offsets
-    return torch.ops.ztrans.stochastic_round.default(x, key, whole, offsets)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    return torch.ops.ztrans.stochastic_round_.default(out, x, key, whole, offsets)
 
 
 def leaf_keys(step: torch.Tensor, leaves: Sequence[int]) -> torch.Tensor:
@@ -62,7 +66,11 @@ def leaf_keys(step: torch.Tensor, leaves: Sequence[int]) -> torch.Tensor:
 
 
 def rounded(
-    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
+    old: torch.Tensor,
+    x: torch.Tensor,
+    key: torch.Tensor,
+    whole: Sequence[int],
+    offsets: Sequence[int],
 ) -> torch.Tensor:
     """stochastic_round in plain torch, without writes, so that Inductor fuses it with the update."""
     return _rounded(x, _hash(_indices(x, whole, offsets) ^ key))
@@ -97,10 +105,13 @@ def _rounded(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def reference(
-    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
+    out: torch.Tensor,
+    x: torch.Tensor,
+    key: torch.Tensor,
+    whole: Sequence[int],
+    offsets: Sequence[int],
 ) -> torch.Tensor:
     """`rounded`, block by block, so that its dozen temporary values are small and stay in the cache."""
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     elements = x.reshape(-1).split(_CPU_BLOCK)
     start, inner, skipped = flat_part(x.shape, whole, offsets)
     first = 0
@@ -148,11 +159,14 @@ def _round(x, key, out, count, start, inner, skipped, BLOCK: tl.constexpr):
 
 
 def launch(
-    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
+    out: torch.Tensor,
+    x: torch.Tensor,
+    key: torch.Tensor,
+    whole: Sequence[int],
+    offsets: Sequence[int],
 ) -> torch.Tensor:
-    """stochastic_round by the kernel."""
+    """stochastic_round_ by the kernel."""
     x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.bfloat16)
     if x.numel():
         start, inner, skipped = flat_part(x.shape, whole, offsets)
         with torch.cuda.device_of(x):
@@ -183,8 +197,17 @@ def flat_part(
 
 
 def _check(
-    x: torch.Tensor, key: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]
+    old: torch.Tensor,
+    x: torch.Tensor,
+    key: torch.Tensor,
+    whole: Sequence[int],
+    offsets: Sequence[int],
 ) -> None:
+    if old.shape != x.shape or old.dtype != torch.bfloat16 or old.device != x.device:
+        raise ValueError(
+            f"stochastic_round: the old value must be torch.bfloat16{list(x.shape)} on {x.device}, got "
+            f"{old.dtype}{list(old.shape)} on {old.device}."
+        )
     if x.dtype != torch.float32:
         raise TypeError(f"stochastic_round: x must be fp32, got {x.dtype}.")
     if key.numel() != 1 or key.dtype != torch.int32 or key.device != x.device:
@@ -200,6 +223,12 @@ def _check(
         )
 
 
+def _check_in_place(old: torch.Tensor, *args: Any) -> None:
+    _check(old, *args)
+    if not old.is_contiguous():
+        raise ValueError("stochastic_round_: the old value must be contiguous.")
+
+
 def _check_keys(step: torch.Tensor, leaves: Sequence[int]) -> None:
     if step.numel() != 1 or step.dtype not in (torch.int32, torch.int64, torch.float32):
         raise TypeError(
@@ -209,12 +238,24 @@ def _check_keys(step: torch.Tensor, leaves: Sequence[int]) -> None:
         raise ValueError("leaf_keys: leaves must be integers of 32 bits.")
 
 
+def _contiguous_like(old: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(old, memory_format=torch.contiguous_format)
+
+
+_ARGUMENTS = "Tensor x, Tensor key, int[] whole, int[] offsets"
 define(
-    "stochastic_round(Tensor x, Tensor key, int[] whole, int[] offsets) -> Tensor",
-    _check,
+    f"stochastic_round_(Tensor(a!) self, {_ARGUMENTS}) -> Tensor(a!)",
+    _check_in_place,
     reference,
     launch,
-    lambda x, *_: torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
+    lambda out, *_: out,
+)
+define(
+    f"stochastic_round(Tensor self, {_ARGUMENTS}) -> Tensor",
+    _check,
+    lambda old, *args: reference(_contiguous_like(old), *args),
+    lambda old, *args: launch(_contiguous_like(old), *args),
+    lambda old, *_: _contiguous_like(old),
     tags=(torch.Tag.pointwise,),
 )
 define(

@@ -89,7 +89,9 @@ def fused_adamw(device):
 
 def stochastic_round(device):
     key = torch.ones((), dtype=torch.int32, device=device)
-    return T.stochastic_round.default, (torch.randn(2, 3, device=device), key, [5, 3], [2, 0]), {}
+    old = torch.zeros(2, 3, dtype=torch.bfloat16, device=device)
+    x = torch.randn(2, 3, device=device)
+    return T.stochastic_round.default, (old, x, key, [5, 3], [2, 0]), {}
 
 
 def leaf_keys(device):

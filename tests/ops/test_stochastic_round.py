@@ -76,7 +76,7 @@ def test_parts_have_the_bits_of_the_whole(dim, ranks):
 
 def test_blocks_and_strides_change_no_bit():
     x = torch.randn(1 << 9, 300, generator=torch.Generator().manual_seed(0))
-    whole = ops.rounded(x, key(), x.shape, [0, 0])
+    whole = ops.rounded(x, x, key(), x.shape, [0, 0])
     assert same(ops.stochastic_round(x, key()), whole)
     assert same(ops.stochastic_round(x.t().contiguous().t(), key()), whole)
 
@@ -154,6 +154,14 @@ def test_wrong_arguments():
     for whole, offsets in (([4], [0]), ([5, 3], [0, 0]), ([5, 2], [2, 0]), ([5, 2], [-1, 0])):
         with pytest.raises(ValueError, match=r"\[4, 2\] at .* is no part of .* along one dim"):
             ops.stochastic_round(x, scalar, whole, offsets)
+    old = torch.ones(4, 2, dtype=torch.bfloat16)
+    rounded_over = torch.ops.ztrans.stochastic_round_.default
+    with pytest.raises(ValueError, match=r"must be torch.bfloat16\[4, 2\] on cpu, got torch.float32"):
+        rounded_over(x, x, scalar, [4, 2], [0, 0])
+    with pytest.raises(ValueError, match=r"stochastic_round_: the old value must be contiguous"):
+        rounded_over(old.view(2, 4).t(), x, scalar, [4, 2], [0, 0])
+    with pytest.raises(ValueError, match=r"\[4, 2\] on cpu, got torch.bfloat16\[4, 1\]"):
+        rounded_over(old[:, :1].contiguous(), x, scalar, [4, 2], [0, 0])
     with pytest.raises(TypeError, match=r"step must be a scalar of int32, int64 or fp32"):
         ops.leaf_keys(torch.ones(2), [1])
     with pytest.raises(ValueError, match="integers of 32 bits"):

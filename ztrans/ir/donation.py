@@ -247,9 +247,9 @@ def _choices(e: Eqn) -> Iterator[tuple[Any, Overwritten]]:
 
 @functools.cache
 def in_place(op: Any) -> Any:
-    """The in-place twin of an elementwise operation, of a sum with a product, or of a fused optimizer, or None."""
+    """The in-place twin of an elementwise operation, a copy, a sum with a product, or a fused optimizer, or None."""
     facts = op_facts(op)
-    if not (facts.pointwise or facts.adds or facts.fused_update):
+    if not (facts.pointwise or facts.adds or facts.replaces or facts.fused_update):
         return None
     name = facts.name.split("::")[-1]
     packet = getattr(getattr(torch.ops, op.namespace), f"{name}_", None)

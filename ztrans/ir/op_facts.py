@@ -56,6 +56,7 @@ class OpFacts:
             arguments have different strides.
         commutes: exchanging its first two arguments changes nothing.
         adds: it adds to its first argument, and may write the sum over it if it does not read that elsewhere.
+        replaces: it replaces its first argument, whose elements it does not read, so it may write over it.
         cheap: it takes only the time to read the arguments and write the result, like an elementwise operation.
         fuses: TorchInductor fuses it with its neighbours, although it is neither elementwise nor a reduction.
     """
@@ -76,6 +77,7 @@ class OpFacts:
     arithmetic: bool = False
     commutes: bool = False
     adds: bool = False
+    replaces: bool = False
     cheap: bool = False
     fuses: bool = False
 
@@ -118,7 +120,7 @@ _ROWS: Mapping[str, tuple[str, ...]] = {
     "cat": ("fuses",),
     "clone": ("cheap", "linear"),
     "constant_pad_nd": ("fuses",),
-    "copy": ("elementwise", "fuses"),
+    "copy": ("elementwise", "fuses", "replaces"),
     "empty_like": ("elementwise",),
     "fill": ("elementwise",),
     "full_like": ("elementwise", "fuses"),

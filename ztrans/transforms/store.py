@@ -46,7 +46,7 @@ def store(
 
     Rewrites:
         y = mm(x, w)                                     y = mm(x, cast(w, f32))
-        w1 = update(w, g)                          -->   w1 = stochastic_round(update(cast(w, f32), g), key)
+        w1 = update(w, g)                          -->   w1 = stochastic_round(w, update(cast(w, f32), g), key)
         h = cast(view(w), bf16)                          h = view(w)
 
     Args:
@@ -120,9 +120,9 @@ class Store(Transform):
             name = new.fresh_name(f"{value.name}.bf16")
             out = Var(name, self.dtype, value.shape)
             if self.rounding == "nearest":
-                return [Eqn(CAST, (value,), (out,), {"dtype": self.dtype})]
-            args = (value, keys[leaf.name], list(value.shape), [0] * len(value.shape))
-            return [Eqn(_ROUND, args, (out,))]
+                return [Eqn(aten.copy.default, (leaf, value), (out,))]
+            place = (list(value.shape), [0] * len(value.shape))
+            return [Eqn(_ROUND, (leaf, value, keys[leaf.name], *place), (out,))]
 
         return _without_round_trips(StoredLeaves(graph, stored, _widened, rounded).program())
 
