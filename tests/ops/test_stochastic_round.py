@@ -156,7 +156,9 @@ def test_wrong_arguments():
             ops.stochastic_round(x, scalar, whole, offsets)
     old = torch.ones(4, 2, dtype=torch.bfloat16)
     rounded_over = torch.ops.ztrans.stochastic_round_.default
-    with pytest.raises(ValueError, match=r"must be torch.bfloat16\[4, 2\] on cpu, got torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"must be torch.bfloat16\[4, 2\] on cpu, got torch.float32"
+    ):
         rounded_over(x, x, scalar, [4, 2], [0, 0])
     with pytest.raises(ValueError, match=r"stochastic_round_: the old value must be contiguous"):
         rounded_over(old.view(2, 4).t(), x, scalar, [4, 2], [0, 0])
