@@ -8,7 +8,7 @@
 
 `sum_coded` decodes reductions. Errors: other formats or dtypes, a buffer of another shape, a shape with more elements
 than the buffer has for it. Bytes moved at least: one read of the buffer and one write of every value; 8 bits to bf16 is
-3.02 bytes an element.
+3.02 bytes an element. On GPUs one launch decodes all values, unless `has_kernel` excludes the format.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .encode import RUN, Run, check_buffer, coded_bytes, runs
-from .kernel import FLOATS
+from .encode import RUN, Run, check_buffer, coded_bytes, constants, has_kernel, pieces_of, runs
+from .kernel import FLOATS, element, kernel, tl
 from .operation import check_like, define
+from .reduce_scatter import finished
+from .tables import addresses
 
 # What a backend has compiled of `decode_blocks`, by bits, kind, block, dtype and `add`.
 compiled: dict[tuple, Callable[..., object]] = {}
@@ -140,9 +142,132 @@ def decode_blocks(
         write(out, y * scale)
         return
     low_values, high_values = out.chunk(2, -1)
-    high = (y * 0.0625).round()
+    high = ((y + 8) * 0.0625).floor()  # never a negative zero
     write(low_values, (y - high * 16) * scale)
     write(high_values, high * scale)
+
+
+@kernel
+def _term(
+    base,
+    codes,
+    scales,
+    g,
+    j,
+    exists,
+    here,
+    whole,
+    BYTES: tl.constexpr,
+    FP8: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The values of the elements j of blocks, and with 4 bits of the elements BYTES + j."""
+    scale = tl.load((base + scales).to(tl.pointer_type(tl.float32)) + g, mask=here, other=0)[
+        :, None
+    ]
+    pointer = (base + codes).to(tl.pointer_type(tl.int8))
+    i = g[:, None] * BYTES + j[None, :]
+    if whole & (((base + codes) & 15) == 0):
+        code = tl.load(tl.multiple_of(pointer, 16) + i)
+    else:
+        code = tl.load(pointer + i, mask=exists & here[:, None], other=0)
+    if FP8:
+        low = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        high = low
+    elif BITS == 8:
+        low = code.to(tl.float32)
+        high = low
+    else:
+        both = code.to(tl.int32)
+        upper = (both + 8) >> 4
+        low = (both - 16 * upper).to(tl.float32)
+        high = upper.to(tl.float32)
+    return low * scale, high * scale
+
+
+@kernel
+def decode_rows_of(
+    rows, terms, bases,
+    OUT: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, WORLD: tl.constexpr, DIVISOR: tl.constexpr,
+):  # fmt: skip
+    # The sum of WORLD terms, in rank order; each has its codes at the same place of a buffer of its own.
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    row = rows + tl.program_id(0).to(tl.int64) * 7
+    start = tl.load(row + 6)
+    n = (tl.load(row + 2) - start).to(tl.int32)
+    first = start // BLOCK
+    codes = tl.load(row + 3) + first * BYTES
+    scales = tl.load(row + 4) + first * 4
+    dst = tl.load(bases + tl.load(row)) + (tl.load(row + 1) + start) * (OUT.primitive_bitwidth // 8)
+    g = tl.arange(0, GROUP)
+    j = tl.arange(0, WIDTH)
+    exists = j[None, :] < BYTES
+    here = g * BLOCK < n
+    whole = (WIDTH == BYTES) & (n >= GROUP * BLOCK)
+    low, high = _term(tl.load(terms), codes, scales, g, j, exists, here, whole, BYTES, FP8, BITS)
+    if WORLD > 1:  # Triton 3.6 does not compile a loop that never runs
+        p = 1
+        while p < WORLD:
+            base = tl.load(terms + p)
+            a, b = _term(base, codes, scales, g, j, exists, here, whole, BYTES, FP8, BITS)
+            low += a
+            high += b
+            p += 1
+    low = finished(low, True, DIVISOR).to(OUT)
+    i = g[:, None] * BLOCK + j[None, :]
+    pointer = dst.to(tl.pointer_type(OUT))
+    if whole & ((dst & 15) == 0):
+        aligned = tl.multiple_of(pointer, 16)
+        tl.store(aligned + i, low)
+        if BITS == 4:
+            tl.store(aligned + i + BYTES, finished(high, True, DIVISOR).to(OUT))
+    else:
+        tl.store(pointer + i, low, mask=exists & (i < n))
+        if BITS == 4:
+            high_values = finished(high, True, DIVISOR).to(OUT)
+            tl.store(pointer + i + BYTES, high_values, mask=exists & (i + BYTES < n))
+
+
+def launch(
+    buffer: torch.Tensor,
+    sizes: Sequence[int],
+    bits: int,
+    block: int,
+    kind: str,
+    outs: Sequence[torch.Tensor],
+) -> None:
+    """decode_unpack by the kernel: one launch."""
+    if has_kernel(bits, block, kind, buffer):
+        launch_sum([buffer], outs, sizes, 1, bits, block, kind, len(buffer), buffer.stride(0))
+    else:
+        reference(buffer, sizes, bits, block, kind, outs)
+
+
+def launch_sum(
+    terms: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    divisor: int,
+    bits: int,
+    block: int,
+    kind: str,
+    ranks: int = 1,
+    stride: int = 0,
+) -> None:
+    """Sum `terms`, each with the parts of `ranks` ranks, and divide the sum."""
+    device = terms[0].device
+    numels = tuple(out.numel() for out in outs)
+    form, mine = (bits, block), tuple(range(len(outs)))
+    rows = pieces_of(tuple(sizes), numels, ranks, stride, form, mine, False, device)
+    if not len(rows):
+        return
+    with torch.cuda.device_of(terms[0]):
+        decode_rows_of[(len(rows),)](
+            rows, addresses(terms, device), addresses(outs, device),
+            OUT=element(outs[0].dtype), FP8=kind == "fp8", WORLD=len(terms), DIVISOR=divisor,
+            **constants(bits, block),
+        )  # fmt: skip
 
 
 def _check(buffer, sizes, bits, block, kind, outs) -> None:
@@ -164,5 +289,5 @@ define(
     "decode(Tensor buffer, int[] sizes, int bits, int block, str kind, Tensor(a!)[] outs) -> ()",
     _check,
     reference,
-    reference,
+    launch,
 )

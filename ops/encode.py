@@ -15,19 +15,22 @@ code. A block with NaN or infinity arrives as NaN; one without a magnitude above
 that a part does not have are zeros. A byte of two codes of 4 bits is a + 16 * b, for elements k and k + block / 2.
 
 Errors: other formats or dtypes, several devices, a size too small, and an `out` of another shape. Bytes moved at least:
-one read of every part and one write of the buffer; fp32 to 8 bits in blocks of 256 is 5.02 bytes an element.
+one read of every part and one write of the buffer; fp32 to 8 bits in blocks of 256 is 5.02 bytes an element. On GPUs
+there is one launch for each dtype among the parts. Torch encodes there what `has_kernel` excludes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .kernel import FLOATS
+from .kernel import FLOATS, element, kernel, tl
 from .operation import define
+from .tables import addresses, blocks, on_device
 
 # The greatest code of each format.
 GREATEST = {("int", 8): 127.0, ("int", 4): 7.0, ("fp8", 8): 448.0}
@@ -37,6 +40,9 @@ LEAST = 2.0**-100
 MOST = (2 - 2.0**-20) * 2.0**127
 # Elements that a CPU encodes, decodes or sums at once: all that this needs stays in its cache.
 RUN = 1 << 17
+# About how many elements a program of a kernel has, and the most in a block.
+_PROGRAM = 4096
+_LARGEST_BLOCK = 8192
 # What a backend has compiled of `encode_blocks`, by bits, kind, block and dtype. It has the same bits: 0.4 ms for a
 # million elements, where PyTorch's operations take 1.4 and a cast 0.25.
 compiled: dict[tuple, Callable[..., Sequence[torch.Tensor]]] = {}
@@ -177,6 +183,171 @@ def encode_blocks(x: torch.Tensor, bits: int, kind: str) -> tuple[torch.Tensor, 
     return codes * (scale > 0), scale  # the codes of zeros and of NaN are zero
 
 
+@kernel
+def _finite_greatest(x, mask):
+    # NaN counts as infinity, which `max` keeps on every device.
+    return tl.max(tl.where(mask, tl.where(x == x, tl.abs(x), float("inf")), 0.0), 1)
+
+
+@kernel
+def _encode(
+    rows, bases, out,
+    SRC: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, GREATEST: tl.constexpr,
+):  # fmt: skip
+    # GROUP blocks. Byte j of a block has the code of element j, and with 4 bits of element BYTES + j too.
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    row = rows + tl.program_id(0).to(tl.int64) * 7
+    start = tl.load(row + 6)
+    have = (tl.load(row + 2) - start).to(tl.int32)
+    first = start // BLOCK
+    src = tl.load(bases + tl.load(row)) + (tl.load(row + 1) + start) * (SRC.primitive_bitwidth // 8)
+    dst = out + tl.load(row + 3) + first * BYTES
+    scales = (out + tl.load(row + 4) + first * 4).to(tl.pointer_type(tl.float32))
+    g = tl.arange(0, GROUP)
+    j = tl.arange(0, WIDTH)
+    here = g < tl.load(row + 5) - first
+    i = g[:, None] * BLOCK + j[None, :]
+    exists = j[None, :] < BYTES
+    high = tl.zeros([GROUP, WIDTH], tl.float32)
+    # Without a mask, and aligned, a thread reads 16 bytes at a time.
+    if (WIDTH == BYTES) & (have >= GROUP * BLOCK) & ((src & 15) == 0):
+        aligned = tl.multiple_of(src.to(tl.pointer_type(SRC)), 16)
+        low = tl.load(aligned + i).to(tl.float32)
+        if BITS == 4:
+            high = tl.load(aligned + i + BYTES).to(tl.float32)
+    else:
+        pointer = src.to(tl.pointer_type(SRC))
+        low = tl.load(pointer + i, mask=exists & (i < have), other=0).to(tl.float32)
+        if BITS == 4:
+            high = tl.load(pointer + i + BYTES, mask=exists & (i + BYTES < have), other=0)
+            high = high.to(tl.float32)
+    greatest = _finite_greatest(low, exists)
+    if BITS == 4:
+        greatest = tl.maximum(greatest, _finite_greatest(high, exists))
+    kept = tl.where(greatest > LEAST, tl.minimum(greatest, MOST), 0.0)
+    scale = tl.where(greatest < float("inf"), tl.div_rn(kept, GREATEST), float("nan"))
+    is_coded = scale > 0
+    inverse = tl.div_rn(1.0, tl.where(is_coded, scale, 1.0))[:, None]
+    low = tl.where(is_coded[:, None], low * inverse, 0.0)
+    if FP8:
+        code = low.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        code = _rounded(low)
+        if BITS == 4:
+            code += 16 * _rounded(tl.where(is_coded[:, None], high * inverse, 0.0))
+        code = code.to(tl.int8)
+    codes = dst.to(tl.pointer_type(tl.int8))
+    if (WIDTH == BYTES) & ((dst.to(tl.int64, bitcast=True) & 15) == 0) & (have >= GROUP * BLOCK):
+        tl.store(tl.multiple_of(codes, 16) + g[:, None] * BYTES + j[None, :], code)
+    else:
+        tl.store(codes + g[:, None] * BYTES + j[None, :], code, mask=exists & here[:, None])
+    tl.store(scales + g, scale, mask=here)
+
+
+@kernel
+def _rounded(x):
+    # To nearest even: next to 1.5 * 2**23 floats are 1 apart.
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32)
+
+
+def launch(
+    parts: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    ranks: int,
+    bits: int,
+    block: int,
+    kind: str,
+    out: torch.Tensor,
+) -> None:
+    """encode_pack by the kernel: one launch for each dtype among the parts."""
+    if not has_kernel(bits, block, kind, out):
+        reference(parts, sizes, ranks, bits, block, kind, out)
+        return
+    parts = [part.contiguous() for part in parts]
+    numels = tuple(part.numel() for part in parts)
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        mine = tuple(k for k, part in enumerate(parts) if part.dtype == dtype)
+        form = bits, block
+        rows = pieces_of(tuple(sizes), numels, ranks, out.stride(0), form, mine, True, out.device)
+        if not len(rows):
+            continue
+        with torch.cuda.device_of(out):
+            _encode[(len(rows),)](
+                rows, addresses(parts, out.device), out,
+                SRC=element(dtype), FP8=kind == "fp8", LEAST=LEAST, MOST=MOST,
+                GREATEST=GREATEST[kind, bits], **constants(bits, block),
+            )  # fmt: skip
+
+
+def has_kernel(bits: int, block: int, kind: str, buffer: torch.Tensor) -> bool:
+    """Whether kernels encode and decode a format in such a buffer.
+
+    Scales must be aligned to 4 bytes, and a block must fit into the registers of a thread block. Below sm_90 Triton
+    casts to floats of 8 bits by way of fp16, which rounds twice.
+    """
+    if block * bits // 8 % 4 or block > _LARGEST_BLOCK:
+        return False
+    if buffer.data_ptr() % 4 or buffer.stride(0) % 4:
+        return False
+    if kind == "int" or not buffer.is_cuda:
+        return True
+    return torch.cuda.get_device_capability(buffer.device) >= (9, 0)
+
+
+def constants(bits: int, block: int) -> dict[str, Any]:
+    """The constants of a kernel for blocks, with the options of its launch."""
+    width = 1 << (block * bits // 8 - 1).bit_length()
+    return {
+        "BITS": bits,
+        "BLOCK": block,
+        "WIDTH": width,
+        "GROUP": _group(block),
+        "num_warps": 4,
+    }
+
+
+def _group(block: int) -> int:
+    """The blocks of a program of a kernel, a power of two: with whole blocks, 4096 elements at most."""
+    return max(1, _PROGRAM >> (block - 1).bit_length())
+
+
+@functools.cache
+def pieces_of(
+    sizes: tuple[int, ...],
+    numels: tuple[int, ...],
+    ranks: int,
+    stride: int,
+    form: tuple[int, int],
+    mine: tuple[int, ...],
+    is_padded: bool,
+    device: torch.device,
+) -> torch.Tensor:
+    """A row for each program: tensor, first element of a part, its elements, codes, scales, blocks, start in the part.
+
+    Args:
+        sizes, numels, ranks: the elements of a part of each tensor, of the tensor, and the parts of a tensor.
+        stride: the bytes from one row of the buffer to the next. Codes and scales are offsets in the buffer.
+        form: the bits of a code, and the elements of a block.
+        mine: the tensors that the launch is for.
+        is_padded: whether a program runs for blocks of padding too.
+    """
+    bits, block = form
+    pieces = []
+    lengths = []
+    offset = 0
+    for k, (size, numel) in enumerate(zip(sizes, numels)):
+        count = -(-size // block)
+        for r in range(ranks if k in mine else 0):
+            have = min(size, max(0, numel - r * size))
+            codes = r * stride + offset
+            scales = codes + count * block * bits // 8
+            pieces.append((k, r * size, have, codes, scales, count, 0))
+            lengths.append(count * block if is_padded else have)
+        offset += count * (block * bits // 8 + 4)
+    return on_device(blocks(pieces, lengths, _group(block) * block, advancing=(6,)), device)
+
+
 def check_format(name: str, bits: int, block: int, kind: str) -> None:
     """Raise unless there is such a format."""
     if (kind, bits) not in GREATEST:
@@ -216,5 +387,5 @@ define(
     "encode(Tensor[] parts, int[] sizes, int ranks, int bits, int block, str kind, Tensor(a!) out) -> ()",
     _check,
     reference,
-    reference,
+    launch,
 )

@@ -79,7 +79,7 @@ def reference(buffers, pads, error, outs, sizes, op, dtype, rank, channels, spin
 
 
 @kernel
-def _finished(total, all_here, DIVISOR: tl.constexpr):
+def finished(total, all_here, DIVISOR: tl.constexpr):
     if DIVISOR & (DIVISOR - 1):
         total = tl.div_rn(total, DIVISOR * 1.0)
     elif DIVISOR > 1:  # the reciprocal of a power of two is exact
@@ -122,7 +122,7 @@ def _sum(
             )
             total += _as_float(term)
             p += 1
-    return _finished(total, all_here, DIVISOR).to(OUT)
+    return finished(total, all_here, DIVISOR).to(OUT)
 
 
 @kernel
@@ -144,7 +144,7 @@ def _sum_whole(
             tl.multiple_of((tl.load(buffers + p) + offset).to(tl.pointer_type(TERM)), 16) + i
         )
         total += _as_float(term)
-    return _finished(total, all_here, DIVISOR).to(OUT)
+    return finished(total, all_here, DIVISOR).to(OUT)
 
 
 @kernel(unspecialized="count values first total spins")

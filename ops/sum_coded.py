@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .decode import codes_and_scale, decoder
-from .encode import RUN, check_buffer, coded_bytes, runs
+from .decode import codes_and_scale, decoder, launch_sum
+from .encode import RUN, check_buffer, coded_bytes, has_kernel, runs
 from .kernel import FLOATS
 from .operation import check_like, define
 from .reduce import mean
@@ -71,6 +71,23 @@ def reference(
             here.copy_(total.view(-1)[: len(here)])
 
 
+def launch(
+    terms: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    op: str,
+    count: int,
+    bits: int,
+    block: int,
+    kind: str,
+) -> None:
+    """sum_coded by the kernel of `decode`: one launch."""
+    if all(has_kernel(bits, block, kind, term.unsqueeze(0)) for term in terms):
+        launch_sum(terms, outs, sizes, count if op == "mean" else 1, bits, block, kind)
+    else:
+        reference(terms, outs, sizes, op, count, bits, block, kind)
+
+
 def _check(terms, outs, sizes, op, count, bits, block, kind) -> None:
     if op not in ("sum", "mean"):
         raise ValueError(f"sum_coded: unknown operation {op!r}; use sum or mean.")
@@ -91,5 +108,5 @@ define(
     "sum_coded(Tensor[] terms, Tensor(a!)[] outs, int[] sizes, str op, int count, int bits, int block, str kind) -> ()",
     _check,
     reference,
-    reference,
+    launch,
 )

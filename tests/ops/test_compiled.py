@@ -25,6 +25,8 @@ module = {
         "reduce_scatter",
         "fused_adamw",
         "stochastic_round",
+        "encode",
+        "decode",
     )
 }
 
@@ -196,3 +198,47 @@ def synchronises(kernel) -> None:
     )
     assert kernel.count(r"(ld|atom)\.global\S*acquire") >= 1
     assert kernel.count(r"\batom\.global") == kernel.count(r"\batom\.global\S*\.sys\.")
+
+
+CODES = [(8, 256, False), (4, 64, False), (8, 256, True)]
+NAMES = ["i8", "i4", "e4m3"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "block", "fp8"), CODES, ids=NAMES)
+def test_encode(capability, tmp_path, dtype, bits, block, fp8):
+    """A thread has 32 elements. Scales and their reciprocals are divided exactly."""
+    if fp8 and capability < 90:
+        pytest.skip("torch casts to floats of 8 bits")
+    encode = module["encode"]
+    constants = encode.constants(bits, block)
+    constants |= {
+        "SRC": element(dtype),
+        "FP8": fp8,
+        "LEAST": encode.LEAST,
+        "MOST": encode.MOST,
+        "GREATEST": 127.0,
+    }
+    types = TABLES | {"out": "*i8"}
+    options = {"num_warps": constants.pop("num_warps")}
+    kernel = compiled(encode._encode, capability, tmp_path, types, constants, **options)
+    check(kernel, 128 // 16 if dtype == torch.float32 else 4, 2 if bits == 8 else 1, 128)
+    rounds_exactly(kernel)
+    assert kernel.count(r"\bdiv\.rn\.f32") >= 2 and not kernel.count(r"\bfma\.")
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.bfloat16), (8, torch.float32)], ids=str)
+@pytest.mark.parametrize(("bits", "block", "fp8"), CODES, ids=NAMES)
+def test_decode(capability, tmp_path, dtype, bits, block, fp8, world):
+    """Terms are added in fp32, and no product is fused with a sum."""
+    if fp8 and capability < 90:
+        pytest.skip("torch casts from floats of 8 bits")
+    constants = module["encode"].constants(bits, block)
+    constants |= {"OUT": element(dtype), "FP8": fp8, "WORLD": world, "DIVISOR": world}
+    types = TABLES | {"terms": "*i64"}
+    options = {"num_warps": constants.pop("num_warps")}
+    kernel = compiled(
+        module["decode"].decode_rows_of, capability, tmp_path, types, constants, **options
+    )
+    check(kernel, 1, 4 if dtype == torch.float32 else 2, 128)
+    assert not kernel.count(r"\bfma\.|\.ftz")

@@ -24,6 +24,9 @@ op = {
         "cast_pack",
         "reduce_scatter",
         "sum_terms",
+        "encode",
+        "decode",
+        "sum_coded",
         "unpack",
         "fused_adamw",
     )
@@ -116,3 +119,16 @@ def test_updates(kernels):
         )
     assert all("cubin" in k.asm for k in kernels)
     assert len(kernels) == 3 and len({id(k) for k in kernels}) == 1
+
+
+def test_codes(kernels):
+    """One kernel for each dtype of parts, whatever their number; one decodes all values, and one sums all terms."""
+    parts = [torch.ones(5000), torch.ones(3), torch.ones(9).bfloat16()]
+    sizes = [5000, 3, 9]
+    out = torch.zeros(1, 5248 + 2 * 264, dtype=torch.uint8)[:, : 5120 + 80 + 2 * 260]
+    op["encode"].launch(parts, sizes, 1, 8, 256, "int", out)
+    op["decode"].launch(out, sizes, 8, 256, "int", [torch.empty(n) for n in sizes])
+    outs = [torch.empty(n) for n in sizes]
+    op["sum_coded"].launch([out[0], out[0]], outs, sizes, "mean", 2, 8, 256, "int")
+    op["decode"].launch(out[:, :0], [0], 8, 256, "int", [torch.empty(0)])
+    assert len(kernels) == 4 and all("cubin" in k.asm for k in kernels)

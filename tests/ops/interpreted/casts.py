@@ -12,8 +12,9 @@ _FLOATS = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8e4nv": torch.float8_e4m3fn,
 }
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def exact_casts() -> None:
@@ -25,8 +26,14 @@ def exact_casts() -> None:
         if src.name not in _FLOATS or dst.name not in _FLOATS:
             return cut_off(values, src, dst, mode)
         a, b = _FLOATS[src.name], _FLOATS[dst.name]
-        raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), dtype=f"i{a.itemsize}").copy()
-        rounded = torch.from_numpy(raw).view(a).to(b).view(_INTEGERS[b.itemsize]).numpy()
+        raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), dtype=f"u{a.itemsize}").copy()
+        rounded = (
+            torch.from_numpy(raw.view(f"i{a.itemsize}"))
+            .view(a)
+            .to(b)
+            .view(_INTEGERS[b.itemsize])
+            .numpy()
+        )
         return rounded.view(f"u{b.itemsize}").reshape(values.shape)
 
     interpreter._convert_float = cast

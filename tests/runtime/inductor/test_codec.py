@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
+from tests.ops.hard_values import hard_values
 from ztrans import ops
 from ztrans.ir.wire_format import Coded
 from ztrans.runtime.inductor import codec
@@ -19,22 +18,6 @@ pytestmark = [
 ]
 
 
-def hard_values(block, dtype):
-    """Blocks of ordinary, zero, subnormal, huge and equal numbers, with an outlier, NaN and infinities."""
-    x = torch.randn(12, block, generator=torch.Generator().manual_seed(0))
-    x[1] = 0
-    x[2] = 1e-40
-    x[3] *= 1e-35
-    x[4] = x[4].clamp(-1, 1) * 3.3e38
-    x[5, 3] = math.nan
-    x[6, 4] = math.inf
-    x[7, 5] = -math.inf
-    x[8] = 0.3
-    x[9, 6] = 1e4
-    x[10] = torch.finfo(dtype).max
-    return x.to(dtype).view(1, -1)
-
-
 @pytest.mark.parametrize(
     ("form", "encoded", "decoded"),
     [
@@ -45,10 +28,8 @@ def hard_values(block, dtype):
 )
 def test_the_bits_are_those_of_plain_torch(form, encoded, decoded, monkeypatch):
     arguments = form.bits, form.block, form.kind
-    inputs = [
-        hard_values(form.block, encoded),
-        hard_values(form.block, encoded)[:, : form.block - 3],
-    ]
+    values = hard_values(form.block, encoded).view(1, -1)
+    inputs = [values, values[:, : form.block - 3]]
 
     def results():
         found = []
