@@ -9,16 +9,20 @@ import pytest
 import torch
 
 from benchmarks.peers.memory import Peak, lent
+from tests.support.fake_cuda import FakeCuda
 from tests.support.mailbox import channels
 from ztrans.ir.collectives import all_gather, coalesce, reduce, rules
-from ztrans.ir.graph import Eqn, Partial, Provenance, Split, Var
+from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
 from ztrans.ir.layout import cut
 from ztrans.ir.printer import equation, lines
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.ir.wire_format import Coded, format_of
 from ztrans.runtime.collectives import Start, wait
+from ztrans.runtime.contract import message_lines
+from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.hierarchical import HierarchicalMessage
 from ztrans.runtime.inductor import codec
+from ztrans.runtime.transports import StreamTransports
 
 I8, I4, E4M3 = Coded(8, 256), Coded(4, 64), Coded(8, 16, "fp8")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -227,6 +231,12 @@ def test_a_format_prints_in_its_collective():
     assert "[w0, ... 39 more: 10.16 KiB], i8/256, axis=dp" in "\n".join(lines(folded))
 
 
+def test_ranks_compare_the_formats_of_their_messages():
+    eqn = reduction([(4, 2)], I8, to=0, between=I4)
+    line = "reduce_scatter mean over dp as i8/256, between hosts as i4/64, of f0 (520 bytes)"
+    assert message_lines(Graph("f", (), (eqn,), (), 0, mesh=(("dp", 2),)), {}) == [line]
+
+
 def test_one_nan_makes_its_block_nan_and_no_other():
     eqn = reduction([(4, 256)], I8, to=0, op="sum")
     members = inputs_of(eqn, 2)
@@ -295,4 +305,16 @@ def test_a_wait_holds_one_sum_and_no_decoded_term():
         total = wait(started[0][0])
     assert torch.equal(total, torch.ones(1, 1 << 20))
     assert peak.bytes - before < 10 << 20
+    del groups
+
+
+def test_gpus_refuse_codes():
+    transports = StreamTransports(Streams(FakeCuda()))
+    _, groups, (channel, _) = channels(Hosts(2))
+    with pytest.raises(NotImplementedError) as error:
+        transports.start_module(CASES["scatter"], {"dp": 2}, {"dp": 0}, channel, 1)
+    assert str(error.value) == (
+        "ztrans: GPUs send no codes yet, so f0 cannot be sent as i8/256.\n"
+        "Leave out quantize_gathers and quantize_grads on GPUs."
+    )
     del groups
