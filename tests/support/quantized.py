@@ -46,17 +46,18 @@ def rounded(w, bits):
     if w.ndim < 2:
         return w
     scale = w.abs().amax(-1, keepdim=True) / GREATEST[bits]
-    return (w * (1 / scale)).round() * scale
+    return torch.where(scale > 0, (w * (1 / scale)).round() * scale, 0.0)
 
 
 def trained(*transforms, ranks=2, steps=2, mesh=None, fn=step, **options):
     """The state and the losses after some steps in lock-step, and the program."""
     shard = zt.shard_params(mesh or zt.AbstractMesh(dp=ranks), **options)
-    state, losses = new_state(), []
+    step = zt.chain(shard, *transforms)(fn)
+    state, losses = step.init(new_state()), []
     lowered = None
     for i in range(steps):
         parts = list(zip(*(x.chunk(ranks) for x in batch(seed=i))))
-        lowered = lowered or zt.chain(shard, *transforms)(fn).lower(state, *parts[0])
+        lowered = lowered or step.lower(state, *parts[0])
         state, outputs = lowered.lockstep(state, parts)
         losses.append(outputs[0])
     return state, torch.stack(losses), lowered

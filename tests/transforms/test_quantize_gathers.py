@@ -123,6 +123,85 @@ def test_micro_batches_gather_the_same_codes():
     assert formats(lowered)["params.up"] == "i4/16"
 
 
+DIFFERENCES = zt.quantize_gathers(4, ROW, of="differences")
+
+
+def test_forward_reads_a_reference_that_differences_bring_up_to_date():
+    (state, kept), losses, lowered = trained(DIFFERENCES, stage=2, steps=4)
+
+    expected = new_state()
+    references = {k: w.clone() for k, w in expected["params"].items()}
+    for i, loss in enumerate(losses):
+        for k, w in expected["params"].items():
+            references[k] = references[k] + rounded(w - references[k], 4) if w.ndim > 1 else w
+        parts = zip(*(x.chunk(2) for x in batch(seed=i)))
+        grads, values = zip(*(grad_and_value(loss_fn)(references, *part) for part in parts))
+        torch.testing.assert_close(loss, torch.stack(values).mean())
+        expected = updated(expected, {k: (grads[0][k] + grads[1][k]) / 2 for k in references})
+    torch.testing.assert_close(state, expected)
+    assert [*kept["quantize_gathers"]] == ["params.up", "params.down"]
+    for path, reference in kept["quantize_gathers"].items():
+        torch.testing.assert_close(reference, references[path.removeprefix("params.")])
+    assert formats(lowered)["params.up"] == "i4/16"
+
+
+def test_errors_of_references_do_not_add_up():
+    """After ten steps a reference is nearer to the parameter that it follows than one with a new error in each step."""
+    (_, kept), _, _ = trained(DIFFERENCES, stage=2, steps=10)
+    (state, _), _, _ = trained(DIFFERENCES, stage=2, steps=9)
+    for path, reference in kept["quantize_gathers"].items():
+        w = state["params"][path.removeprefix("params.")]
+        assert (reference - w).norm() < 0.2 * (rounded(w, 4) - w).norm()
+
+
+SAME_DIFFERENCES = {
+    "stage 1": ([], {"stage": 1}),
+    "cast": ([zt.fuse_cast_gather(), zt.overlap_grads(), zt.prefetch()], {}),
+    "across steps": ([zt.prefetch(across_steps=True)], {}),
+    "offload": ([zt.offload(where="*", at_least=0)], {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME_DIFFERENCES)
+def test_what_only_moves_data_changes_no_bit_of_differences(name):
+    transforms, options = SAME_DIFFERENCES[name]
+    *expected, _ = trained(DIFFERENCES, stage=2)
+    *found, _ = trained(DIFFERENCES, *transforms, **{"stage": 2, **options})
+    assert same_bits(found, expected)
+
+
+def test_micro_batches_read_one_reference():
+    (whole, kept), _, _ = trained(DIFFERENCES, stage=2)
+    (split, kept_split), _, _ = trained(DIFFERENCES, zt.accumulate(2), stage=2)
+    for path, reference in kept["quantize_gathers"].items():
+        k = path.removeprefix("params.")  # the products of a micro-batch round to bf16
+        assert (split["params"][k] - whole["params"][k]).norm() < 0.01 * whole["params"][k].norm()
+        torch.testing.assert_close(
+            kept_split["quantize_gathers"][path], reference, rtol=0.1, atol=0.01
+        )
+
+
+def test_differences_on_one_rank_have_the_bits_of_the_plain_step():
+    (state, _), _, _ = trained(DIFFERENCES, ranks=1, stage=2, steps=1)
+    assert same_bits(state, step(new_state(), *batch(seed=0))[0])
+
+
+def test_differences_at_stage_3_are_refused():
+    with pytest.raises(
+        ValueError, match=r"a whole reference .* at stage 3 .*\nUse shard_params\(stage=2\)"
+    ):
+        trained(DIFFERENCES)
+    with pytest.raises(ValueError, match=r"takes 8 or 4 bits, not 'auto'"):
+        zt.quantize_gathers("auto", of="differences")
+    with pytest.raises(ValueError, match=r"of='moments'; use 'weights' or 'differences'"):
+        zt.quantize_gathers(of="moments")
+    nowhere = zt.quantize_gathers(of="differences", where="weights.*")
+    with pytest.raises(
+        ValueError, match=r"no leaves where 'weights.\*'. It has params.up, .*\nName the parameters"
+    ):
+        trained(nowhere, stage=2)
+
+
 def test_leaves_are_chosen_by_dims_pattern_or_function():
     assert formats(lower(zt.quantize_gathers(block=16))) == {
         "params.up": "i8/16",

@@ -8,6 +8,7 @@ import ztrans as zt
 from tests.support.net import lower
 from tests.support.quantized import ROW, batch, loss_fn, new_state, rounded, step, trained, updated
 from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from ztrans.ops.hadamard import hadamard
 
 
 def formats(lowered):
@@ -89,6 +90,70 @@ def test_hosts_send_each_other_another_format():
         ]
         * 2
     )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_error_of_a_step_is_sent_in_the_next(stage):
+    (state, kept), _, _ = trained(
+        zt.quantize_grads(4, ROW, error_feedback=True), stage=stage, steps=3
+    )
+
+    expected = new_state()
+    errors = [{k: torch.zeros_like(w) for k, w in expected["params"].items()} for _ in range(2)]
+    for i in range(3):
+        sent = []
+        for rank, part in enumerate(zip(*(x.chunk(2) for x in batch(seed=i)))):
+            grads, _ = grad_and_value(loss_fn)(expected["params"], *part)
+            total = {k: g + errors[rank][k] for k, g in grads.items()}
+            sent.append({k: rounded(t, 4) for k, t in total.items()})
+            errors[rank] = {k: t - sent[rank][k] for k, t in total.items()}
+        expected = updated(expected, {k: (g + sent[1][k]) / 2 for k, g in sent[0].items()})
+    torch.testing.assert_close(state, expected)
+    rows = kept["quantize_grads"]
+    assert [*rows] == ["params.up", "params.down"]
+    for path, leaf in rows.items():
+        own = torch.stack([error[path.removeprefix("params.")] for error in errors])
+        torch.testing.assert_close(leaf, own)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("rotate", [None, 4])
+def test_what_is_sent_and_what_is_kept_add_up(cut, rotate):
+    """After one step, to the exact mean. Turned gradients keep turned errors."""
+    options = {"stage": 1, "dim": lambda path, leaf: min(cut, leaf.ndim - 1)}
+    exact, _, _ = trained(steps=1, **options)
+    codes = zt.quantize_grads(4, ROW, rotate=rotate, error_feedback=True)
+    (state, kept), _, _ = trained(codes, zt.overlap_grads(), steps=1, **options)
+    for k in ("up", "down"):
+        left = kept["quantize_grads"][f"params.{k}"].mean(0)
+        if rotate and left.shape[1 - cut] % rotate == 0:
+            left = hadamard(left, 1 - cut, rotate)
+        assert left.norm() > 0.01 * exact["m"][k].norm()
+        torch.testing.assert_close(state["m"][k] + left, exact["m"][k], rtol=1e-4, atol=1e-5)
+
+
+def test_feedback_in_micro_batches_and_on_one_rank():
+    codes = zt.quantize_grads(4, ROW, error_feedback=True)
+    (state, kept), _, _ = trained(codes, zt.accumulate(2), stage=2, steps=1)
+    exact, _, _ = trained(zt.accumulate(2), stage=2, steps=1)
+    left = (
+        kept["quantize_grads"]["params.up"].mean(0) / 2
+    )  # the mean over micro-batches has half of the last error
+    assert (state["m"]["up"] + left - exact["m"]["up"]).norm() < 1e-4 * exact["m"]["up"].norm()
+    (alone, kept), _, _ = trained(codes, ranks=1, stage=2, steps=1)
+    assert torch.equal(alone["params"]["up"], step(new_state(), *batch(seed=0))[0]["params"]["up"])
+    assert not kept["quantize_grads"]["params.up"].any()
+
+
+def test_feedback_at_stage_3_is_refused():
+    with pytest.raises(
+        ValueError, match=r"error of each whole gradient .* stage 3 .*\nUse shard_params\(stage=2\)"
+    ):
+        trained(zt.quantize_grads(4, error_feedback=True))
+    with pytest.raises(TypeError, match="error_feedback=1; it is True or False"):
+        zt.quantize_grads(4, error_feedback=1)
+    with pytest.raises(ValueError, match="error_feedback=True takes 8 or 4 bits, not 'auto'"):
+        zt.quantize_grads("auto", error_feedback=True)
 
 
 def test_gradients_are_chosen_by_dims_pattern_or_function():

@@ -49,8 +49,8 @@ class Transform:
 
     `phase` orders the rewrites. Phases 0 and 1 rewrite the program as it was traced; `accumulate` and then `store` come
     last there. In phase 2, `shard_params` comes first and makes the program of one rank; the other transforms of the
-    phase rewrite that. In phase 3 `offload` moves what is left of its leaves, and the formats of messages are chosen.
-    Within a phase, transforms run in the order in which they were applied.
+    phase rewrite that. Phase 2.5 chooses formats of messages, and in phase 3 `offload` moves what is left of its
+    leaves. Within a phase, transforms run in the order in which they were applied.
     """
 
     phase: ClassVar[float] = 2
