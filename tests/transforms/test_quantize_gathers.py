@@ -181,6 +181,13 @@ def test_micro_batches_read_one_reference():
         )
 
 
+def test_parameters_that_are_stored_in_bf16_have_references_in_fp32():
+    (state, kept), _, lowered = trained(DIFFERENCES, zt.store(torch.bfloat16), stage=2)
+    assert state["params"]["up"].dtype == torch.bfloat16
+    assert kept["quantize_gathers"]["params.up"].dtype == torch.float32
+    assert formats(lowered)["params.up"] == "i4/16"
+
+
 def test_differences_on_one_rank_have_the_bits_of_the_plain_step():
     (state, _), _, _ = trained(DIFFERENCES, ranks=1, stage=2, steps=1)
     assert same_bits(state, step(new_state(), *batch(seed=0))[0])

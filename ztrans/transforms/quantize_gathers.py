@@ -138,7 +138,7 @@ class _QuantizeGathers(Transform):
                 new.replace(start, sent_in(wire, start, graph.axes))
                 continue
             reference = references.get(start.ins[0].name)
-            if reference is not None and reference.dtype == start.ins[0].dtype:
+            if reference is not None:
                 _gather_difference(new, wire, start, graph.eqns[started.first_wait], reference)
         return new.applied()
 
@@ -149,7 +149,7 @@ def _gather_difference(new: Rewriter, wire: Coded, start: Eqn, wait: Eqn, refere
     axis = start.kwargs["axis"]
     dim = split_over(parameter, axis).dim
     part = shard(reference, new.fresh_name(f"{reference.name}.shard"), axis, dim).like(start)
-    difference = new.fresh(parameter, ".difference")
+    difference = new.fresh(parameter, ".difference", dtype=reference.dtype)
     subtract = Eqn(aten.sub.Tensor, (parameter, part.out), (difference,)).like(start)
     name = new.fresh_name(f"{difference.name}.full")
     options = {"provenance": start.provenance, "hint": start.hint}
