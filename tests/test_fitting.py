@@ -300,6 +300,26 @@ def test_more_ranks_are_named_if_they_can_help():
     assert "more ranks" not in str(refused(WIDE, 0, least - 1)), "no rank has only a part of it"
 
 
+def head_loss(params, x, target):
+    return F.cross_entropy(x @ params["head"], target)
+
+
+def head_step(params, x, target):
+    grads = grad(head_loss)(params, x, target)
+    return {k: p - 0.1 * grads[k] for k, p in params.items()}, None
+
+
+def test_tiles_of_a_wide_loss_are_named():
+    chain = zt.chain(zt.shard_params(MESH), *PLANNED)
+    state = {"head": torch.empty(32, 512, device="meta")}
+    batch = torch.empty(1023, 32, device="meta"), torch.empty(1023, dtype=torch.int64)
+    with pytest.raises(DoesNotFit) as caught:
+        chain(head_step).lower(state, *batch, cluster=within(2_500_000))
+    assert [way.line for way in caught.value.ways] == ['zt.tile(memory="auto")']
+    tiled = zt.tile(memory="auto")(chain(head_step)).lower(state, *batch, cluster=within(2_500_000))
+    assert caught.value.ways[0].peak == tiled.memory_analysis().peak <= 2_500_000
+
+
 def test_moments_and_values_of_forward_go_to_the_host_by_one_line():
     moments, both = (
         zt.offload(where="m*", at_least=0),

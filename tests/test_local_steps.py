@@ -237,6 +237,13 @@ def test_no_program_depends_on_h():
     assert longer.at(29) is local.parts[0] and longer.at(59) is local.parts[1]
 
 
+@pytest.mark.parametrize("number", [1.5, -1, True, "3"])
+def test_a_step_has_a_whole_number(number):
+    local = zt.local_steps(on_hosts(momentum_step), 3)
+    with pytest.raises(ValueError, match=r"at: number=.*; it is the number of a step, counted"):
+        local.at(number)
+
+
 def test_any_outer_optimizer():
     """An entry of the outer state begins as `outer.init` says."""
 
@@ -415,7 +422,9 @@ def test_errors_say_what_to_write():
         TypeError, match=r"the keys 'w', and local steps average (?s:.*)at 'params'"
     ):
         local.init({"w": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"parts=3, and there are 2 parameters(?s:.*)at most 2"):
+    with pytest.raises(
+        ValueError, match=r"parts=3, and the state has 2 parameters(?s:.*)at most 2 parts"
+    ):
         local.parts[0].lower(local.init(first_state()), batches(1)[0][0])
 
 

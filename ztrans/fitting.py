@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from .analyses.wide_values import wide_parts
+from .ir.cached_analysis import cached_on_graph
 from .ir.dependencies import grouped
 from .ir.graph import Graph, Var
 from .ir.printer import format_bytes
@@ -25,6 +27,7 @@ from .transforms.base import Transform, micro_batches_of, program_shardings
 from .transforms.offload import Offload, offload
 from .transforms.remat import remat
 from .transforms.shard_params import ShardParams
+from .transforms.tile import tile
 
 # Steps whose times differ by less than this share count as equally fast: two searches may differ by this much.
 EQUAL = 0.01
@@ -248,6 +251,13 @@ def _recomputation(attempt: Attempt) -> Iterator[Proposal]:
         yield 'zt.remat(memory="auto") in place of zt.remat()', _with(attempt, planned_remat)
 
 
+def _tiles(attempt: Attempt) -> Iterator[Proposal]:
+    tiles = tile(memory="auto")
+    present = any(type(t) is type(tiles) for t in attempt.transforms)
+    if attempt.error.room > 0 and not present and wide_parts(attempt.graph):
+        yield 'zt.tile(memory="auto")', _with(attempt, tiles)
+
+
 def _activations_on_host(attempt: Attempt) -> Iterator[Proposal]:
     if attempt.error.room <= 0:
         return
@@ -271,6 +281,7 @@ def _moments_on_host(attempt: Attempt) -> Iterator[Proposal]:
             yield f"zt.{moments!r}", _with(attempt, moments)
 
 
+@cached_on_graph
 def pattern_of_moments(graph: Graph) -> str:
     """A pattern for as many leaves as one pattern can name among those that only the update reads; "" for none."""
     sizes = _bytes_of_moments(graph)
@@ -319,6 +330,7 @@ def _micro_batches(attempt: Attempt) -> Iterator[Proposal]:
 _REMEDIES: tuple[Remedy, ...] = (
     _higher_stages,
     _recomputation,
+    _tiles,
     _moments_on_host,
     _activations_on_host,
     _micro_batches,

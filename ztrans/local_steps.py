@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .calling.call import ExtraInputs
 from .calling.trees import named_leaves
+from .ir.printer import counted
 from .ops import pmean
 from .step import Step
 from .transforms.base import check_number
@@ -139,7 +140,12 @@ class LocalSteps:
         """The step to run as step `number`, counted from 0 on: `inner`, or one that averages.
 
         Part k of n follows k h/n steps, so parts are spread evenly. A loop that resumes goes on with its count.
+
+        Raises: ValueError if `number` is not a whole number from 0 on.
         """
+        check_number(
+            "local_steps: at: number", number, "the number of a step, counted from 0 on", 0
+        )
         done = number % self.h + 1
         if not self.parts:
             return self.sync if done == self.h else self.inner
@@ -322,8 +328,8 @@ def _part(params: Tensors, number: int, parts: int) -> Tensors:
     """
     if parts > len(params):
         raise ValueError(
-            f"local_steps: parts={parts}, and there are {len(params)} parameters. A part has whole parameters: use "
-            f"at most {len(params)} parts."
+            f"local_steps: parts={parts}, and the state has {counted(len(params), 'parameter')}. A part has whole "
+            f"parameters: use at most {counted(len(params), 'part')}."
         )
     sizes = [0] * parts
     members: Tensors = {}

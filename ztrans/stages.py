@@ -38,7 +38,7 @@ from .ir.ambient import refuse_inside, without_autocast
 from .ir.graph import Graph
 from .ir.interpreter import coordinates, join_state, lockstep, on_rank, replica_state
 from .ir.layout import AbstractMesh
-from .ir.printer import Printed, format_bytes, format_seconds
+from .ir.printer import Printed, counted, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
@@ -386,7 +386,7 @@ class Traced(Printed):
         return default_device(device_type, device_memory(device_type))
 
     def __repr__(self) -> str:
-        return f"Traced({self.graph!r}, {len(self.transforms)} transforms to apply)"
+        return f"Traced({self.graph!r}, {counted(len(self.transforms), 'transform')} to apply)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -565,7 +565,7 @@ class Lowered(Printed):
         if not isinstance(batches, Sequence) or len(batches) != size:
             kind = f"a {type(batches).__name__}"
             if isinstance(batches, Sequence):
-                kind = f"{len(batches)} batches"
+                kind = counted(len(batches), "batch", "batches")
             raise ValueError(
                 f"{graph.name}.lockstep: {kind} for the {size} ranks of the mesh.\n"
                 f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."

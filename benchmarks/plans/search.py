@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plans.search                 # from the project's root; 15 minutes
     OMP_NUM_THREADS=1 python -m benchmarks.plans.search search          # one part: search, predictions or exhaustive
 
-search       Llama-3-8B with 4 x 8,192 tokens a rank on 64 H100s, 8 on a host: all knobs, within 45 seconds.
+search       Llama-3-8B with 4 x 8,192 tokens a rank on 64 H100s, 8 on a host: all knobs, within 50 seconds.
 predictions  six settings of the same step: the row of a search beside the plan of all 32 layers.
 exhaustive   a GPT of 4 layers on 16 cards with little memory: the winner beside the plans of all settings.
 
@@ -56,7 +56,7 @@ def search() -> tuple[str, bool]:
     """The search over all knobs."""
     step, state, batch, machines = llama_on_64()
     begin = time.process_time()
-    found = zt.search(step, state, *batch, cluster=machines, seconds=45)
+    found = zt.search(step, state, *batch, cluster=machines, seconds=50)
     seconds = time.process_time() - begin
     text = f"{seconds:.1f} s of processor time.\n\n```text\n{found}\n\n{found.code()}\n```\n"
     return text, seconds <= MOST_SECONDS

@@ -174,7 +174,7 @@ def test_the_analyses_of_an_empty_program_print():
     lines = ["compute                 1.05 MFLOP", "memory traffic          8.00 MiB"]
     assert str(cost_of(relu)).splitlines() == [
         *lines,
-        "host                    1 calls, 1 kernel launches",
+        "host                    1 call, 1 kernel launch",
     ]
 
 

@@ -248,3 +248,21 @@ def test_the_summary_counts_all_micro_batches():
 def test_one_micro_batch_is_the_step_itself():
     micro = zt.accumulate(1, order="layers")(train).lower(new_state(), batch())
     assert len(micro.graph.eqns) == len(zt.Step.of(train).lower(new_state(), batch()).graph.eqns)
+
+
+def test_a_step_that_has_hardly_any_layers_says_so():
+    def every_layer_reads_all_before_it(params, x):
+        values = [x]
+        for w in params:
+            values.append(torch.tanh(sum(values) @ w))
+        return torch.cat(values).square().mean()
+
+    def dense(params, x):
+        grads = torch.func.grad(every_layer_reads_all_before_it)(params, x)
+        return [w - g for w, g in zip(params, grads)], ()
+
+    state = [torch.ones(8, 8) for _ in range(4)]
+    lowered = zt.accumulate(2, order="layers")(dense).lower(state, torch.ones(16, 8))
+    (note,) = lowered.graph.hints.notes
+    assert "finds 1 layer in dense beside the loss" in note and note in str(lowered.summary())
+    assert not lower().graph.hints.notes

@@ -8,9 +8,9 @@ from torch.func import grad_and_value
 from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
-from ztrans.ir.donation import donation
+from ztrans.ir.donation import donation, peaks
 from ztrans.ir.interpreter import evaluate
-from ztrans.transforms.tile import _peak
+from ztrans.planning.limit import DoesNotFit
 
 WIDTH, VOCAB = 8, 96
 aten = torch.ops.aten
@@ -205,7 +205,8 @@ def test_an_mlp_that_backward_recomputes_is_cut_where_at_says():
     # What is kept for backward would be cut and joined again.
     kept = lambda params, x: (F.gelu(x @ params["up"]) @ params["down"]).square().mean()
     graph = lower(step_of(kept), state, (x,)).graph
-    assert _peak(lower(step_of(kept), state, (x,), zt.tile(parts=4)).graph) <= _peak(graph)
+    tiled = lower(step_of(kept), state, (x,), zt.tile(parts=4)).graph
+    assert peaks(tiled).everything <= peaks(graph).everything
 
 
 def test_logits_that_the_step_returns_are_joined():
@@ -237,6 +238,52 @@ def test_the_plan_chooses_the_number_of_tiles():
         assert any(
             f"tile(parts={parts}" in note or f"parts={parts}" in note for note in chosen.plan.notes
         )
+
+
+def test_a_plan_leaves_a_step_whole_that_cannot_be_cut():
+    def loss(params, x, target):
+        y = F.conv2d(x, params["conv"])
+        y = F.batch_norm(y, None, None, training=True)
+        return F.cross_entropy(y.mean((2, 3)), target)
+
+    state = {"conv": torch.randn(16, 3, 3, 3)}
+    batch = torch.randn(8, 3, 8, 8), torch.arange(8)
+    with pytest.raises(ValueError, match="cannot be cut into tiles"):
+        lower(step_of(loss), state, batch, zt.tile(parts=4))
+    chosen = lower(step_of(loss), state, batch, zt.tile(memory="auto"))
+    assert str(chosen.graph.eqns) == str(lower(step_of(loss), state, batch).graph.eqns)
+
+
+def deep_step(state, x, target):
+    """A step with more parameters than activations: before it is sharded, its peak is in the update."""
+
+    def loss(params):
+        y = x
+        for i in range(6):
+            y = y + checkpoint(mlp, params[f"up{i}"], params[f"down{i}"], y, use_reentrant=False)
+        return F.cross_entropy(y @ params["head"], target)
+
+    mlp = lambda up, down, y: torch.tanh(y @ up) @ down
+    gradients, value = grad_and_value(loss)(state)
+    return {k: p - 0.1 * gradients[k] for k, p in state.items()}, value
+
+
+def test_the_peak_after_sharding_decides():
+    meta = lambda *shape, **options: torch.empty(*shape, device="meta", **options)
+    state = {"head": meta(32, 512)}
+    for i in range(6):
+        state |= {f"up{i}": meta(32, 128), f"down{i}": meta(128, 32)}
+    batch = meta(64, 32), meta(64, dtype=torch.int64)
+    plain = zt.chain(zt.shard_params(zt.AbstractMesh(dp=8)), zt.overlap_grads())
+    cluster = zt.cluster("h100", dp="nvlink4")
+
+    def least(*transforms):
+        limited = zt.chain(plain, zt.prefetch(memory=1), *transforms)(deep_step)
+        with pytest.raises(DoesNotFit) as caught:
+            limited.trace(state, *batch).planned(cluster)
+        return caught.value.least.peak
+
+    assert least(zt.tile(parts=4)) < 0.9 * least()
 
 
 def test_it_commutes_with_schedules_and_remat():
@@ -309,7 +356,7 @@ def test_a_step_that_stays_whole_says_why():
 
     small = {"table": state_of()["table"]}
     for loss, state, batch, options, reason in [
-        (loss_of, state_of(), tokens(4, 4), {}, "its 16 tokens are one tile"),
+        (loss_of, state_of(), tokens(4, 4), {}, "one tile holds its 16 tokens"),
         (narrow, {"w": torch.ones(4, 4)}, (torch.ones(8, 4),), {"parts": 2}, "twice as wide"),
         (update_is_largest, small, (torch.arange(4),), {"parts": 2}, "not lower its peak"),
     ]:

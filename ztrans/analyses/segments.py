@@ -181,7 +181,7 @@ def segment(graph: Graph, eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: i
 
 def _segment(eqns: Sequence[Eqn], cuts: Mapping[Var, int], parts: int) -> Segment:
     """The segment of these equations, as far as they depend on what is cut (see `segment`)."""
-    dims = _cut_dims(eqns, cuts, parts)
+    dims = cut_dims(eqns, cuts, parts)
     eqns_of_parts: list[Eqn] = []
     terms: dict[Var, str] = {}
     of_one_part: set[Var] = set()  # each part has its own, such as the seed of a kernel
@@ -237,7 +237,7 @@ def _has_small_results(e: Eqn) -> bool:
     return is_view(e) or sum(v.numel for v in e.results) <= max((v.numel for v in e.ins), default=1)
 
 
-def _cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[Var, int]:
+def cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[Var, int]:
     """The dim along which each value is cut. A cut spreads to all dims with its letter in an equation's pattern.
 
     Raises: CannotCut if a value would be cut along two dims.
@@ -267,6 +267,25 @@ def _cut_dims(eqns: Iterable[Eqn], cuts: Mapping[Var, int], parts: int) -> dict[
         if dims.setdefault(v, dim) != dim:
             raise CannotCut(named_in_error[v], f"would cut {v.name} along two dims")
     return dims
+
+
+def part_of(v: Var, dims: Mapping[Var, int], parts: int, number: int) -> Var:
+    """One part of a value, with its shape, if the value is cut along a dim."""
+    dim = dims.get(v)
+    if dim is None:
+        return v
+    rows = part(v.shape[dim], parts, number)[1]
+    return dataclasses.replace(v, shape=(*v.shape[:dim], rows, *v.shape[dim + 1 :]))
+
+
+def on_part(e: Eqn, dims: Mapping[Var, int], parts: int, number: int) -> Eqn:
+    """The equation with the sizes of one part among its arguments, where its results are cut."""
+    outs = []
+    for out in e.outs:
+        if out is not None and out in dims:
+            out = dataclasses.replace(out, layout=(Split(TILE, dims[out]),))
+        outs.append(out)
+    return localize(e.replace(outs=tuple(outs)), {TILE: parts}, {TILE: number})
 
 
 def _before_and_after(graph: Graph, eqns: Iterable[Eqn]) -> tuple[list[Eqn], list[Eqn]]:
@@ -376,7 +395,7 @@ class _Parts:
                 if v in self.segment.dims and v not in values:
                     values[v] = self.slice(v, number, e)
             outs = tuple(out and self.local(out, number) for out in e.outs)
-            local = self.localized(e, number)
+            local = on_part(e, self.segment.dims, self.segment.parts, number)
             self.eqns.append(local.with_inputs(lambda v: values.get(v, v), outs=outs, repeats=None))
             for out, result in zip(e.outs, outs):
                 if out is None or result is None:
@@ -388,25 +407,10 @@ class _Parts:
                 elif out in self.segment.dims:
                     self.parts_of.setdefault(out, []).append(result)
 
-    def localized(self, e: Eqn, number: int) -> Eqn:
-        """The equation with the sizes of this part among its arguments."""
-        outs = []
-        for out in e.outs:
-            if out is not None and out in self.segment.dims:
-                out = dataclasses.replace(out, layout=(Split(TILE, self.segment.dims[out]),))
-            outs.append(out)
-        cut = e.replace(outs=tuple(outs))
-        return localize(cut, {TILE: self.segment.parts}, {TILE: number})
-
     def local(self, v: Var, number: int) -> Var:
         """A new value for the part of a value."""
-        name = self.names.fresh(f"{v.name}.part{number}")
-        dim = self.segment.dims.get(v)
-        shape = v.shape
-        if dim is not None:
-            rows = part(shape[dim], self.segment.parts, number)[1]
-            shape = (*shape[:dim], rows, *shape[dim + 1 :])
-        return dataclasses.replace(v, name=name, shape=shape)
+        local = part_of(v, self.segment.dims, self.segment.parts, number)
+        return dataclasses.replace(local, name=self.names.fresh(f"{v.name}.part{number}"))
 
     def slice(self, v: Var, number: int, reader: Eqn) -> Var:
         """The part of a whole value, as a view."""

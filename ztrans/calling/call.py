@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ..ir.printer import counted
 from .kept import WithKept
 from .reads import Reads
 from .trees import leaf_names, opened
@@ -200,7 +201,7 @@ def _first_part(x: torch.Tensor, micro: int, path: str) -> torch.Tensor:
     if isinstance(x, DTensor):
         problem = "is a DTensor"
     elif x.shape[0] % micro:
-        problem = f"has {x.shape[0]} rows"
+        problem = f"has {counted(x.shape[0], 'row')}"
     if problem:
         raise ValueError(
             f"accumulate: {path} {problem}, which cannot be cut into {micro} equal parts.\n"
@@ -219,8 +220,8 @@ def _check_rows(leaves: Sequence[tuple[str, torch.Tensor]]) -> None:
     for path, count in rows.items():
         if count % rows[smallest]:
             raise ValueError(
-                f"accumulate: {path} has {count} rows and {smallest} has {rows[smallest]}, and every leaf of the batch "
-                f"is cut along dim 0.\n"
+                f"accumulate: {path} has {counted(count, 'row')} and {smallest} has {rows[smallest]}, and every leaf "
+                f"of the batch is cut along dim 0.\n"
                 f"If one of them belongs to all samples, as a table does, make it a leaf of the state. In a lifted "
                 f"loop that is a buffer of the module: model.register_buffer(name, tensor)."
             )

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from .graph import Eqn, Graph
-from .printer import HasGraph, entries
+from .printer import HasGraph, counted, entries
 from .wire_traffic import WireTraffic, wire_traffic
 
 _LONGEST_RUN = 16  # a longer run of added or removed entries folds
@@ -70,7 +70,7 @@ def diff(
     for place in places[:most]:
         lines += _place(place, old, new, ambiguous, full)
     if len(places) > most:
-        lines.append(f"... {len(places) - most} more places, with full=True")
+        lines.append(f"... {counted(len(places) - most, 'more place')}, with full=True")
     return "\n".join(lines)
 
 

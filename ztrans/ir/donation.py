@@ -16,10 +16,11 @@ backward. A step that fails before the first write leaves the old state unchange
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +28,12 @@ from .cached_analysis import cached_on_graph
 from .collectives import rules
 from .graph import Eqn, Graph, Var
 from .liveness import liveness, read_after_step
-from .op_facts import is_random, is_written, op_facts, overloads
+from .marks import gradient_marks
+from .op_facts import CAST, is_random, is_written, op_facts, overloads
 from .operations import direct
 from .pairing import pair
 from .user_collectives import is_user_wait
+from .varying import varying
 
 # Arguments that are overwritten, each with the result that replaces it.
 Overwritten = list[tuple[Var, Var | None]]
@@ -105,6 +108,45 @@ def donation(graph: Graph, kept_out_of_place: frozenset[Eqn] = frozenset()) -> D
         storages.advance_past(eqn, released.get(eqn))
     owners = {v: storages.owner(v) for v in storages.root}
     return Donation(in_place_ops, storages.last, owners, storages.read_until)
+
+
+class Peaks(NamedTuple):
+    """The most bytes that are live at once on one rank, in the order of a program.
+
+    Attributes:
+        everything: of all values.
+        of_samples: of values that depend on the batch, in forward and backward, where each gradient is reduced or
+            consumed as soon as it is computed. No sharding of the state makes it smaller.
+    """
+
+    everything: int
+    of_samples: int
+
+
+def peaks(graph: Graph) -> Peaks:
+    """The peaks of a program before it is sharded."""
+    storages = donation(graph)
+    from_batch = varying(graph, ("batch",))
+    first = dict.fromkeys(graph.inputs, 0)
+    marks = gradient_marks(graph)
+    gradients = {e.args[0] for e in marks}
+    last_before_update: dict[Var, int] = {}
+    for i, e in enumerate(graph.eqns):
+        first.update(dict.fromkeys(e.results, i))
+        # Autograd returns all gradients at the end of backward, and casts some of them there.
+        if e.region == "update" or e in marks:
+            continue
+        used = e.results if e.op is CAST and e.out in gradients else (*e.ins, *e.results)
+        last_before_update.update((storages.owner[v], i) for v in used)
+
+    everything, of_samples = [0] * (len(graph.eqns) + 2), [0] * (len(graph.eqns) + 2)
+    for v in dict.fromkeys(storages.owner.values()):
+        everything[first[v]] += v.nbytes
+        everything[storages.last.get(v, first[v]) + 1] -= v.nbytes
+        if v in from_batch and v in last_before_update:
+            of_samples[first[v]] += v.nbytes
+            of_samples[last_before_update[v] + 1] -= v.nbytes
+    return Peaks(max(itertools.accumulate(everything)), max(itertools.accumulate(of_samples)))
 
 
 class _StorageOwners:

@@ -441,7 +441,10 @@ class Graph:
         return program(self)
 
     def __repr__(self) -> str:
-        return f"Graph({self.name}, {len(self.inputs)} inputs, {len(self.eqns)} equations)"
+        from .printer import counted
+
+        inputs, eqns = counted(len(self.inputs), "input"), counted(len(self.eqns), "equation")
+        return f"Graph({self.name}, {inputs}, {eqns})"
 
 
 class Names:

@@ -22,6 +22,7 @@ from .dependencies import grouped
 from .graph import Eqn, Graph, Var, substitute, variables
 from .layout import cut, localize
 from .micro_batches import Carry, micro_batch_programs
+from .printer import counted
 
 Coordinates = Mapping[str, int]  # the index of a rank along each axis
 
@@ -62,7 +63,8 @@ def lockstep(graph: Graph, ranks: Sequence[Sequence[torch.Tensor]]) -> list[list
     rank_coordinates = coordinates(graph.mesh, graph.joint)
     if len(ranks) != len(rank_coordinates):
         raise ValueError(
-            f"lockstep: the program is for {len(rank_coordinates)} ranks and was given inputs for {len(ranks)}."
+            f"lockstep: the program is for {counted(len(rank_coordinates), 'rank')} and was given inputs for "
+            f"{len(ranks)}."
         )
     values = [dict(zip(graph.inputs, inputs, strict=True)) for inputs in ranks]
     dead_after = _dead_after(graph)

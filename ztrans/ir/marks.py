@@ -108,6 +108,11 @@ MARKS: Mapping[str, Primitive] = {
 }
 
 
+def gradient_marks(graph: Graph) -> set[Eqn]:
+    """The equations that mark gradients."""
+    return {e for e in graph.eqns if e.op is GRADIENT}
+
+
 def differentiated_gradients(graph: Graph) -> list[Eqn]:
     """The marks of gradients that the step differentiates through, the first one of each value.
 

@@ -32,6 +32,7 @@ from .graph import Eqn, Graph, Var, dce, producers, rename, variables
 from .liveness import liveness
 from .marks import ACCUMULATE, GRADIENT, JOIN, KEEP, PVARY
 from .op_facts import is_random
+from .printer import counted
 
 aten = torch.ops.aten
 
@@ -317,9 +318,9 @@ def _rows(graph: Graph, v: Var, x: torch.Tensor) -> Sequence[torch.Tensor]:
     if not is_cut(graph, v):
         return [x] * graph.micro
     if x.shape[0] != v.shape[0] * graph.micro:
-        rows = f"{graph.micro} micro-batches of {v.shape[0]} rows"
+        rows = f"{graph.micro} micro-batches of {counted(v.shape[0], 'row')}"
         raise ValueError(
-            f"{graph.name}: {v.name} has {x.shape[0]} rows, and the program is for {rows}."
+            f"{graph.name}: {v.name} has {counted(x.shape[0], 'row')}, and the program is for {rows}."
         )
     return x.chunk(graph.micro)
 

@@ -41,6 +41,15 @@ _NAMES = {
 _UNPRINTED = ("layout", "device", "pin_memory", "non_blocking", "memory_format")
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things as text.
+
+    >>> counted(1, "bucket"), counted(2000, "launch", "launches")
+    ('1 bucket', '2,000 launches')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds as text.
 
@@ -315,7 +324,7 @@ def _folded(x: Any, wire: WireFormat | None) -> str:
         size = sum(format_of(wire or v.dtype).nbytes(v.numel) for v in x)
         return f"[{fold([v.name for v in x], f': {format_bytes(size)}')}]"
     if isinstance(x, Mapping):
-        return f"{{... {len(x)} options}}"
+        return f"{{... {counted(len(x), 'option')}}}"
     if isinstance(x, (list, tuple)) and len(x) > _MANY:
         return f"[{fold([value(item) for item in x])}]"
     return value(x)

@@ -11,6 +11,7 @@ from .axes import whole_axis, with_joint_sizes
 from .collectives import rules
 from .copies import is_copy
 from .graph import Eqn, Graph, Var, producers, variables
+from .printer import counted
 from .rules import INVARIANT, Rules
 from .varying import varying
 
@@ -128,7 +129,8 @@ def _check_outputs(graph: Graph, values: _Bindings) -> None:
 def _check_state(graph: Graph) -> None:
     if len(graph.outputs) < graph.num_state:
         raise ProgramError(
-            f"{graph.num_state} leaves of state come back as {len(graph.outputs)} outputs"
+            f"state of {counted(graph.num_state, 'leaf', 'leaves')} comes back as "
+            f"{counted(len(graph.outputs), 'output')}"
         )
 
     # Most programs carry nothing, so the table of producers is made only for those with futures.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .collectives import is_start, role, rules
 from .graph import Graph
 from .micro_batches import micro_batch_programs
-from .printer import format_bytes
+from .printer import counted, format_bytes
 from .wire_format import Coded
 
 
@@ -28,8 +28,8 @@ class WireTraffic(NamedTuple):
     coded: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        collectives = _count(self.collectives, "collective")
-        texts = [f"{collectives} of {_count(self.values, 'value')}"]
+        collectives = counted(self.collectives, "collective")
+        texts = [f"{collectives} of {counted(self.values, 'value')}"]
         texts += (f"{values} as {wire}" for wire, values in self.coded)
         return ", ".join([*texts, format_bytes(self.bytes)])
 
@@ -51,7 +51,3 @@ def wire_traffic(graph: Graph) -> dict[tuple[str, str], WireTraffic]:
                 tuple(sorted(coded.items())),
             )
     return dict(sorted(totals.items()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -20,7 +20,7 @@ from ..ir.higher_order import inner_work
 from ..ir.micro_batches import MicroBatchPrograms, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
-from ..ir.printer import format_bytes
+from ..ir.printer import counted, format_bytes
 from ..ir.wire_traffic import wire_traffic
 from ..rewrites.number_operands import Number, settings, with_number_operands
 from ..rewrites.update_groups import group_updates
@@ -62,10 +62,11 @@ class Cost:
         return total
 
     def __str__(self) -> str:
+        launches = counted(self.launches, "kernel launch", "kernel launches")
         rows = [
             ("compute", _si(self.flops, "FLOP")),
             ("memory traffic", format_bytes(self.bytes)),
-            ("host", f"{self.calls:,} calls, {self.launches:,} kernel launches"),
+            ("host", f"{counted(self.calls, 'call')}, {launches}"),
         ]
         for (axis, role), received in self.wire:
             rows.append((f"wire {axis} {role}", format_bytes(received)))
@@ -73,7 +74,8 @@ class Cost:
 
     def __repr__(self) -> str:
         bytes_text = f"{format_bytes(self.bytes)} of memory traffic, {format_bytes(self.wire_bytes)} received"
-        return f"Cost({_si(self.flops, 'FLOP')}, {bytes_text}, {self.launches:,} launches)"
+        launches = counted(self.launches, "launch", "launches")
+        return f"Cost({_si(self.flops, 'FLOP')}, {bytes_text}, {launches})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +122,7 @@ class Memory:
 
     def __repr__(self) -> str:
         peak = format_bytes(self.peak)
-        return f"Memory(peak {peak}, state {format_bytes(self.state)}, {len(self.live)} equations)"
+        return f"Memory(peak {peak}, state {format_bytes(self.state)}, {counted(len(self.live), 'equation')})"
 
 
 def _si(n: float, unit: str) -> str:

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..ir.printer import WIDTH, fold, nearest, wrap
+from ..ir.printer import WIDTH, counted, fold, nearest, wrap
 from ..ir.wire_traffic import WireTraffic
 
 WRITTEN = "as written"  # the program keeps its order, updates included
@@ -198,7 +198,9 @@ class Plan:
         if self.update != new.update:
             lines.append(f"  update {new.update}, not {self.update}")
         if len(lines) > _MOST_LINES:
-            lines[_MOST_LINES - 1 :] = [f"  ... {len(lines) - _MOST_LINES + 1} more changes"]
+            lines[_MOST_LINES - 1 :] = [
+                f"  ... {counted(len(lines) - _MOST_LINES + 1, 'more change')}"
+            ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -227,15 +229,16 @@ def member_names(buckets: NamedBuckets) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     """The numbers of buckets and of their members, and what the program sends by mesh axis and role."""
     counts = []
-    for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+    for kind, buckets in (("gather", plan.gathers), ("reduction", plan.reductions)):
         if buckets:
-            counts.append(f"{len(member_names(buckets))} {kind} in {len(buckets)} buckets")
+            members = counted(len(member_names(buckets)), kind)
+            counts.append(f"{members} in {counted(len(buckets), 'bucket')}")
     if plan.dropped:
-        counts.append(f"{len(plan.dropped)} gathers dropped")
+        counts.append(f"{counted(len(plan.dropped), 'gather')} dropped")
     if plan.recomputed:
-        counts.append(f"{len(plan.recomputed)} values recomputed")
+        counts.append(f"{counted(len(plan.recomputed), 'value')} recomputed")
     if plan.on_host:
-        counts.append(f"{len(plan.on_host)} values on the host")
+        counts.append(f"{counted(len(plan.on_host), 'value')} on the host")
     lines = [f"  {', '.join(counts)}"] if counts else []
     for (axis, role), total in plan.traffic:
         lines.append(f"  {axis} {role}: {total}")
@@ -289,7 +292,7 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    for field, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+    for field, buckets in (("gather", plan.gathers), ("reduction", plan.reductions)):
         wrong = _wrong_buckets(field, buckets)
         if wrong:
             return wrong

@@ -17,7 +17,7 @@ from ..ir.axes import members
 from ..ir.collectives import is_start
 from ..ir.graph import Graph
 from ..ir.micro_batches import micro_batch_programs
-from ..ir.printer import format_bytes, format_seconds
+from ..ir.printer import counted, format_bytes, format_seconds
 from ..ir.wire_traffic import wire_traffic
 from ..report.table import columns
 from ..report.timeline import Timeline
@@ -74,7 +74,7 @@ class Summary:
 
     def __str__(self) -> str:
         simulated = self.timelines[0]
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        ranks = counted(self.ranks, "rank")
         title = f"{self.name} on {ranks}, {self.cluster.device.name}"
         rows = []
         if len(self.timelines) > 1:

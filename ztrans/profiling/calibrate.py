@@ -22,6 +22,7 @@ from ..ir.axes import groups_along, neighbours
 from ..ir.collectives import COLLECTIVES, Start
 from ..ir.graph import DTYPES
 from ..ir.layout import local_shape
+from ..ir.printer import counted
 from ..ir.routes import common, hosts_of
 from ..planning.cluster import Cluster, Link
 from ..planning.devices import GPU, Device
@@ -146,7 +147,7 @@ def _measure_device(device: torch.device, ranks_on_host: int) -> Device:
 
     launch = _median_seconds(launch_many, device) / 1000
     if device.type == "cpu":
-        name = f"cpu, {torch.get_num_threads()} threads"
+        name = f"cpu, {counted(torch.get_num_threads(), 'thread')}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_on_host
         return Device(name, flops, bandwidth, launch, memory, gloo=True, coding=coding)
 

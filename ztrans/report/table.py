@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from ..ir.graph import MemoryKind
-from ..ir.printer import format_bytes, format_seconds
+from ..ir.printer import counted, format_bytes, format_seconds
 from .event import COMPUTE, Event
 
 if TYPE_CHECKING:  # `timeline` imports this module
@@ -34,7 +34,7 @@ def table(timeline: Timeline) -> str:
     rows = []
     for lane in timeline.lanes:
         bars = [event for event in timeline.events if event.lane == lane]
-        work = f"{len(bars)} operations"
+        work = counted(len(bars), "operation")
         if lane != COMPUTE:
             received = sum(event.bytes for event in bars)
             arrived = sum(event.arrives for event in bars)

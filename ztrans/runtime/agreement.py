@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.collectives import MOST_RANKS_OF_EXCHANGE
 from ..ir.dependencies import grouped
+from ..ir.printer import counted
 from . import stop
 from .session import STOP_TOGETHER, Session, rank_names, session_of
 
@@ -364,7 +365,7 @@ def _lines_by_ranks(texts: Mapping[int, str]) -> str:
 
 def different_steps(steps: Mapping[int, int]) -> str:
     """The text of an error about states that have taken different numbers of steps, by rank."""
-    counts = {rank: f"{count} steps" for rank, count in steps.items()}
+    counts = {rank: counted(count, "step") for rank, count in steps.items()}
     return (
         f"  The states have taken different numbers of steps since they were sharded:\n{_lines_by_ranks(counts)}"
         f"Load the same checkpoint on all ranks, state = step.shard(loaded), and go on from there."

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..ir.layout import AbstractMesh
+from ..ir.printer import counted
 from .session import all_sessions
 
 
@@ -41,7 +42,7 @@ def make_mesh(device: str | None = None, **sizes: int) -> DeviceMesh:
     shape = tuple(world // known_ranks if size == -1 else size for size in sizes.values())
     if math.prod(shape) != world:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        ranks = counted(world, "rank")
         alternative = "" if -1 in sizes.values() else ", or use -1 for one axis"
         raise RuntimeError(
             f"make_mesh: {axes} does not fit {ranks}.\n"

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..calling.trees import named_leaves
+from ..ir.printer import counted
 from .agreement import agree
 from .failure import check_ended
 from .session import Session, session_of
@@ -88,7 +89,8 @@ class Weights(NamedTuple):
                         f"  Rank {first} has {pairs[0][0]} where rank {rank} has {pairs[0][1]}.\n"
                     )
                 if len(first_kinds) != len(other_kinds):
-                    return f"  Rank {first} has {len(first_kinds)} weights, rank {rank} has {len(other_kinds)}.\n"
+                    weights = counted(len(first_kinds), "weight")
+                    return f"  Rank {first} has {weights}, rank {rank} has {len(other_kinds)}.\n"
             return ""
 
         agree(self.session, call, (tuple(map(str, options)), kinds), explain)

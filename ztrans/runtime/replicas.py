@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..calling.leaf_records import RECORDS
 from ..ir.axes import groups_along
+from ..ir.printer import counted
 from .agreement import agree
 from .session import session_of
 
@@ -132,9 +133,9 @@ def _path_difference(by_rank: Mapping[int, Sequence[Leaf]]) -> str:
     for rank, leaves in others:
         if [leaf.path for leaf in leaves] != [leaf.path for leaf in first_leaves]:
             return (
-                f"  Rank {rank} has {len(leaves)} leaves and rank {first} has {len(first_leaves)}, or they "
-                f"have other names.\nBuild the same model and optimizer on every rank. If the optimizer divides its "
-                f"state over ranks itself, use its single-device class."
+                f"  Rank {rank} has {counted(len(leaves), 'leaf', 'leaves')} and rank {first} has {len(first_leaves)}, "
+                f"or they have other names.\nBuild the same model and optimizer on every rank. If the optimizer "
+                f"divides its state over ranks itself, use its single-device class."
             )
     return ""
 

@@ -53,8 +53,8 @@ class Row:
     is_pareto: bool = False
 
     def lower(self) -> Lowered:
-        """The program of the whole step, which takes as long as `step.lower`, but for the trace."""
-        return self.traced.lower(cluster=self.cluster)
+        """The program of the whole step. Only micro-batches are traced again."""
+        return self.traced.with_transforms(self.step.transforms).lower(cluster=self.cluster)
 
     @property
     def setting(self) -> str:

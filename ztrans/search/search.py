@@ -148,9 +148,9 @@ def search(
         for c in candidates:
             plans.learn(c)
         begin = time.process_time()
-        # After half of the time there should be a row: first plan what needs no other trace.
+        # After half of the time there should be a row: first go on with what is nearest to one.
         is_late = not found and begin > deadline - seconds / 2
-        candidate = min(candidates, key=lambda c: (is_late and plans.lacks_trace(c), c.expected))
+        candidate = _most_promising(candidates, is_late)
         best = min((row.seconds for row, _ in found), default=math.inf)
         margin = -EQUAL if candidate.setting.saves_memory else LISTED
         name, advance = plans.next_step(candidate)
@@ -171,6 +171,11 @@ def search(
     return _found(found, dropped, plans)
 
 
+def _most_promising(candidates: Sequence[_Candidate], nearest_first: bool) -> _Candidate:
+    nearest = [c for c in candidates if nearest_first and c.is_kept]
+    return min(nearest or candidates, key=lambda c: c.expected)
+
+
 def _attempted(advance: Advance, candidate: _Candidate) -> Planned | str | None:
     """The plan of a candidate; None if it goes on, or why it is dropped."""
     try:
@@ -185,17 +190,33 @@ class _TooLarge(ValueError):
     """A step needs more memory on the device, or on the host, than there is."""
 
 
+@dataclass(eq=False)
+class _Known:
+    """What is known of the settings whose knobs differ only in how they save memory.
+
+    Attributes:
+        bound, binds: seconds that no order of their collectives beats, and what sets them.
+        state: the bytes of the state.
+        fastest: the seconds with memory for everything, once planned.
+        expected: the seconds that the setting which does not save memory may take.
+    """
+
+    bound: float
+    binds: str
+    state: float
+    fastest: float = 0.0
+    expected: float = 0.0
+
+
 class _Plans:
     """The steps of a search, and what candidates share.
 
     Attributes:
         step, traced: the step, and its program for the whole batch.
         rows: the samples of the batch of a rank.
-        whole, small: the traced step and its small programs, by the number of micro-batches.
+        small: the small programs of the step, by the number of micro-batches.
+        known: what is known of settings, by their `speed_values`.
         kept: the small programs with memory for everything, by their transforms and cluster.
-        bounds: the bound, what sets it and the bytes of the state, by the setting's `speed_values`.
-        fastest: the seconds with memory for everything, by the same values.
-        expected: the seconds that a step may take which does not save memory, by the same values.
         missing: the share of the activations for which the first such step has no room, by the number of micro-batches
             and whether it saves memory. The activations of the others are about as large.
     """
@@ -204,12 +225,9 @@ class _Plans:
         self.step = step
         self.traced = traced
         self.rows = rows
-        self.whole: dict[int, Traced] = {}
         self.small: dict[int, SmallSteps] = {}
+        self.known: dict[Values, _Known] = {}
         self.kept: dict[Hashable, tuple[list[Lowered], Figures]] = {}
-        self.bounds: dict[Values, tuple[float, str, float]] = {}
-        self.fastest: dict[Values, float] = {}
-        self.expected: dict[Values, float] = {}
         self.missing: dict[tuple[int, bool], float] = {}
 
     def next_step(self, c: _Candidate) -> tuple[str, Advance]:
@@ -218,9 +236,7 @@ class _Plans:
             return "plan within the limit", self.within_limit
         if c.bound:
             return "plan", self.with_memory_for_everything
-        if c.setting.micro_batches in self.small:
-            return "bound", self.bounded
-        return "trace", self.bounded
+        return ("cut" if self.is_uncut(c) else "bound"), self.bounded
 
     def learn(self, c: _Candidate) -> None:
         """Raise what is known of a candidate by what its relatives have shown.
@@ -229,38 +245,47 @@ class _Plans:
         products, and sends no fewer bytes.
         """
         values = c.setting.speed_values()
-        larger = [self.bounds[v][0] for v in _with_fewer_micro_batches(values) if v in self.bounds]
-        c.least = max(c.least, self.fastest.get(values, 0.0), *larger, 0.0)
+        own = self.known.get(values)
+        larger = [self.known[v].bound for v in _with_fewer_micro_batches(values) if v in self.known]
+        c.least = max(c.least, own.fastest if own else 0.0, *larger)
         missing = self.missing.get((c.setting.micro_batches, c.setting.saves_memory), 0.0)
         c.expected = max(c.expected, c.least + RECOMPUTED * missing**2 * c.bound)
-        if self.lacks_trace(c):
-            like = min((bound for bound, _, _ in self.bounds.values()), default=0.0)
+        if self.is_uncut(c):
+            like = min((known.bound for known in self.known.values()), default=0.0)
             c.expected = max(c.expected, max(like, c.least) * (1 + SMALLER))
-        if c.setting.saves_memory:  # the step without it comes first
-            c.expected = max(c.expected, self.expected.get(values, 0.0) * (1 + EQUAL))
+        if own and c.setting.saves_memory:  # the step without it comes first
+            c.expected = max(c.expected, own.expected * (1 + EQUAL))
 
-    def lacks_trace(self, c: _Candidate) -> bool:
-        """Whether the step must be traced for the micro-batches of a candidate."""
+    def is_uncut(self, c: _Candidate) -> bool:
+        """Whether there are no small programs yet for the micro-batches of a candidate."""
         return c.setting.micro_batches not in self.small
 
     def bounded(self, c: _Candidate) -> None:
-        """Trace the step for its micro-batches, cut small programs out of it, and bound them."""
+        """Cut small programs out of the step for its micro-batches, and bound them."""
         setting = c.setting
-        if setting.micro_batches not in self.small:
-            traced = self.traced.with_transforms(setting.transforms)
-            self.whole[setting.micro_batches] = traced
-            self.small[setting.micro_batches] = small_steps(traced)
-        small = self.small[setting.micro_batches]
+        small = self.small_steps(setting)
         key = setting.speed_values()
-        if key not in self.bounds:
-            self.bounds[key] = least_seconds(small, setting.transforms, setting.cluster)
-        c.bound, c.binds, state = self.bounds[key]
+        if key not in self.known:
+            bound, binds, state = least_seconds(small, setting.transforms, setting.cluster)
+            self.known[key] = _Known(bound, binds, state, expected=bound)
+        known = self.known[key]
+        c.bound, c.binds = known.bound, known.binds
         limit = self.limit(setting)
-        if limit is not None and state > limit and not setting.saves_memory:
+        if limit is not None and known.state > limit and not setting.saves_memory:
             raise _TooLarge(setting)
-        c.least = max(c.least, c.bound)
-        self.expected.setdefault(key, c.bound)
-        c.expected = c.least
+        c.expected = c.least = max(c.least, c.bound)
+
+    def small_steps(self, setting: Setting) -> SmallSteps:
+        """The small programs for the micro-batches of a setting, which are traced only if nothing else tells them."""
+        micro = setting.micro_batches
+        if 1 not in self.small:
+            self.small[1] = small_steps(self.traced)
+        if micro not in self.small:
+            fewer_rows = self.small[1].with_fewer_rows(micro)
+            if fewer_rows is None:
+                fewer_rows = small_steps(self.traced.with_transforms(setting.transforms))
+            self.small[micro] = fewer_rows
+        return self.small[micro]
 
     def with_memory_for_everything(self, c: _Candidate) -> Planned | None:
         """Plan the small programs with memory for everything: that is the plan, if it fits the limit."""
@@ -272,8 +297,9 @@ class _Plans:
             self.kept[key] = lowered, small.figures(lowered)
         lowered, figures = self.kept[key]
         c.is_kept = True
+        known = self.known[setting.speed_values()]
         if not setting.saves_memory:
-            self.fastest[setting.speed_values()] = figures.seconds
+            known.fastest = figures.seconds
         limit = self.limit(setting)
         if limit is None or figures.peak <= limit:
             return self.row(c, figures), lowered
@@ -283,7 +309,7 @@ class _Plans:
         c.expected = c.least + RECOMPUTED * missing**2 * c.bound
         self.missing.setdefault((setting.micro_batches, setting.saves_memory), missing)
         if not setting.saves_memory:
-            self.expected[setting.speed_values()] = c.expected
+            known.expected = c.expected
         return None
 
     def within_limit(self, c: _Candidate) -> Planned:
@@ -327,7 +353,7 @@ class _Plans:
             bound=c.bound,
             binds=c.binds,
             layers=self.small[setting.micro_batches].layers,
-            traced=self.whole[setting.micro_batches].with_transforms(setting.transforms),
+            traced=self.traced,
         )
 
 

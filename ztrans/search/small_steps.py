@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..ir.graph import Graph
 from ..planning.cluster import Cluster
 from ..planning.cost import cost, memory
 from ..planning.limit import DoesNotFit
@@ -22,6 +23,7 @@ from ..transforms.base import Transform
 from ..transforms.offload import Offload
 from ..transforms.remat import remat
 from .fewer_layers import Layer, equal_layers, without_layers
+from .fewer_rows import with_fewer_rows
 from .knobs import without_savings
 
 # The layers of each kind in the smallest program, and how many more the others have.
@@ -72,6 +74,16 @@ class SmallSteps:
         columns = zip(*map(figures, lowered))
         return Figures(*map(self.whole, columns))
 
+    def with_fewer_rows(self, parts: int) -> SmallSteps | None:
+        """The programs for one of several equal parts of the batch; None if only a trace tells them."""
+        programs = []
+        for small in self.programs:
+            graph = with_fewer_rows(small.graph, parts)
+            if graph is None:
+                return None
+            programs.append(_with_graph(small, graph))
+        return dataclasses.replace(self, programs=tuple(programs))
+
     def with_transforms(self, transforms: tuple[Transform, ...]) -> list[Traced]:
         """The programs with other transforms, of the same number of micro-batches."""
         return [dataclasses.replace(small, transforms=transforms) for small in self.programs]
@@ -97,9 +109,7 @@ def small_steps(traced: Traced) -> SmallSteps:
             kept = FEWEST + (MORE if number == longer else 0)
             for layers in group:
                 gone += layers[kept + len(layers) - len(group[0]) :]
-        graph = without_layers(traced.graph, gone)
-        recording = dataclasses.replace(traced.recording, graph=graph, fx=None)
-        return dataclasses.replace(traced, recording=recording)
+        return _with_graph(traced, without_layers(traced.graph, gone))
 
     try:
         programs = tuple(cut(longer) for longer in (None, *range(len(groups))))
@@ -110,6 +120,11 @@ def small_steps(traced: Traced) -> SmallSteps:
     return SmallSteps(
         programs, times, f"{FEWEST} and {FEWEST + MORE} of {' and '.join(map(str, counts))}"
     )
+
+
+def _with_graph(traced: Traced, graph: Graph) -> Traced:
+    recording = dataclasses.replace(traced.recording, graph=graph, fx=None)
+    return dataclasses.replace(traced, recording=recording)
 
 
 def figures(lowered: Lowered) -> Figures:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..ir.graph import Eqn, Graph, Names, Region, Var, producers, substitute
 from ..ir.marks import ACCUMULATE, JOIN
 from ..ir.micro_batches import changing, is_cut
 from ..ir.op_facts import is_matmul, is_random
+from ..ir.printer import counted
 from ..ir.rewriter import reordered
 from ..ir.source import where
 
@@ -31,6 +32,8 @@ aten = torch.ops.aten
 
 _Place = tuple[int, int]  # a stretch, and a position in it
 _REGIONS: tuple[Region, ...] = ("forward", "backward")
+# With fewer layers of forward, beside those that belong to the loss, nearly nothing is in the order of layers.
+_FEWEST_LAYERS = 2
 _ONCE = -1  # the micro-batch of an equation that runs once: before all copies of its stretch
 
 
@@ -46,7 +49,8 @@ def in_layer_order(written: Graph, marked: Graph) -> Graph:
     for e in marked.eqns:
         if e.region != "update" and is_random(e):
             raise _draws(marked, e)
-    in_stretches, losses = _places_in_stretches(written)
+    groups = _stretches_with_losses(written)
+    in_stretches, losses = _places_in_stretches(groups)
     places = _places(marked, in_stretches)
     copies = _Copies(marked)
     keys: dict[Eqn, tuple[int, int, int, int]] = {e: (0, _ONCE, 0, 0) for e in copies.cuts()}
@@ -56,7 +60,16 @@ def in_layer_order(written: Graph, marked: Graph) -> Graph:
             if stretch in losses and copy.region == "forward":
                 copy = copy.replace(region="backward")
             keys[copy] = (stretch, micro, place, position)
-    return reordered(copies.program(tuple(keys)), keys.__getitem__)
+    program = reordered(copies.program(tuple(keys)), keys.__getitem__)
+    layers = sum(len(parts) == 1 and parts[0].region == "forward" for parts in groups)
+    if layers >= _FEWEST_LAYERS:
+        return program
+    note = (
+        f"accumulate: order='layers' finds {counted(layers, 'layer')} in {written.name} beside the loss, and runs all "
+        f"else one micro-batch after the other. A layer ends where only one large value passes on.\n"
+        f"  Use order='batches', whose program does not grow with the number of micro-batches."
+    )
+    return program.with_hints(notes=(*program.hints.notes, note))
 
 
 def _draws(graph: Graph, e: Eqn) -> ValueError:
@@ -70,11 +83,13 @@ def _draws(graph: Graph, e: Eqn) -> ValueError:
 # ---- where equations stand in the order of layers
 
 
-def _places_in_stretches(graph: Graph) -> tuple[dict[Var, _Place], set[int]]:
+def _places_in_stretches(
+    groups: Sequence[Sequence[Stretch]],
+) -> tuple[dict[Var, _Place], set[int]]:
     """The place of each value that is computed in a stretch, and the stretches that have a loss."""
     places: dict[Var, _Place] = {}
     losses: set[int] = set()
-    for number, parts in enumerate(_stretches_with_losses(graph)):
+    for number, parts in enumerate(groups):
         if len(parts) > 1:
             losses.add(number)
         for e in itertools.chain.from_iterable(part.eqns for part in parts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import ClassVar, Literal
 from ..analyses.merged_rows import merged_rows
 from ..analyses.segments import CannotCut, Segment, in_parts, segment, with_sums_of_losses
 from ..analyses.wide_values import WidePart, wide_parts
-from ..ir.donation import donation
+from ..ir.donation import peaks
 from ..ir.graph import Eqn, Graph, Var, producers
 from ..ir.layout import chunk
-from ..ir.printer import op_name
+from ..ir.printer import counted, op_name
 from ..ir.source import where
 from .base import Transform, byte_count, check_number, constructor, is_from
 
@@ -51,12 +50,13 @@ def tile(
         tokens: the most tokens in a tile of the widest values; by default 4,096.
         parts: the number of tiles instead.
         memory: let the plan choose 1, 4 or 8 tiles: the fastest within this number of bytes, a hard limit on the whole
-            step. "auto" is the limit that the step already has (see `remat`).
+            step. "auto" is the limit that the step already has (see `remat`). A step without anything that can be cut
+            stays as it is.
         at: cut only what has an equation from this line of the step, such as "net.py:31".
 
     Raises: ValueError if an option is unknown, or several of `tokens`, `parts` and `memory` are set. When the step is
         lowered, ValueError with the line if the widest values cannot be cut, because of random draws or statistics of
-        all tokens, or if there would be more than 64 tiles.
+        all tokens, unless `memory` is set; or if there would be more than 64 tiles.
 
     Source: Hsu et al., "Liger Kernel", 2024; ALST (Arctic Long Sequence Training), 2025.
 
@@ -114,7 +114,7 @@ class _Tile(Transform):
         largest = found[0]
         parts = self.parts or -(-largest.rows // (self.tokens or largest.rows))
         if parts == 1:
-            return self._uncut(graph, f"its {largest.rows} tokens are one tile")
+            return self._uncut(graph, f"one tile holds its {counted(largest.rows, 'token')}")
         if parts > _MOST_PARTS:
             raise ValueError(
                 f"tile: {largest.rows} tokens in tiles of {self.tokens} are {parts} tiles, more than {_MOST_PARTS}.\n"
@@ -125,7 +125,7 @@ class _Tile(Transform):
             if self.memory is not None:
                 return graph
             raise ValueError(
-                f"tile: {largest.rows} tokens cannot be cut into {parts} tiles. Use parts={most} or fewer."
+                f"tile: {counted(largest.rows, 'token')} cannot be cut into {parts} tiles. Use parts={most} or fewer."
             )
         tiled = program
         for part in found:
@@ -136,9 +136,11 @@ class _Tile(Transform):
             try:
                 tiled = _tiled(tiled, part, count)
             except CannotCut as error:
-                if part is largest:
+                if part is largest and self.memory is None:
                     raise _refused(part, error) from None
-        if _peak(tiled) < _peak(graph):
+        before, after = peaks(graph), peaks(tiled)
+        # Gradients and the state will be sharded, or updated during backward; values of samples stay as they are.
+        if after.of_samples < before.of_samples and after.everything <= before.everything:
             return tiled
         return self._uncut(graph, "tiles would not lower its peak of memory")
 
@@ -186,19 +188,6 @@ def _along_a_dim(graph: Graph, eqns: Sequence[Eqn], entry: Var, count: int) -> S
         if len(cut.eqns) * 2 > len(eqns):
             return cut
     raise first_error or CannotCut(eqns[0], f"has no {count} parts")
-
-
-def _peak(graph: Graph) -> int:
-    """The most bytes that are live at once, in the order of the program."""
-    storages = donation(graph)
-    position = {v: i for i, e in enumerate(graph.eqns) for v in e.results}
-    changes = [0] * (len(graph.eqns) + 2)
-    for v, owner in storages.owner.items():
-        if v is owner:
-            size = v.nbytes
-            changes[position.get(v, 0)] += size
-            changes[storages.last.get(v, position.get(v, 0)) + 1] -= size
-    return max(itertools.accumulate(changes))
 
 
 # ---- lines of the user

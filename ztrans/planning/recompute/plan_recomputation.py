@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...ir.graph import Graph, Hints, Var
-from ...ir.printer import format_bytes, format_seconds, nearest
+from ...ir.printer import counted, format_bytes, format_seconds, nearest
 from ...ir.verifier import ProgramError
 from ...rewrites.keep_on_host import values_for_backward
 from ...rewrites.recompute import recompute, repeatable
@@ -225,10 +225,12 @@ class _Planner:
         if recomputed:
             seconds = format_seconds(self.baseline.micro * residency.seconds)
             size = self._size(recomputed)
-            yield f"backward recomputes {len(recomputed)} values of {size}, in {seconds}"
+            yield f"backward recomputes {counted(len(recomputed), 'value')} of {size}, in {seconds}"
         if waiting:
             size = self._size(waiting)
-            yield f"{len(waiting)} values of forward, {size}, wait for backward on the host"
+            verb = "waits" if len(waiting) == 1 else "wait"
+            count = counted(len(waiting), "value")
+            yield f"{count} of forward, {size}, {verb} for backward on the host"
 
     def _rewritten(self, residency: Residency) -> Graph:
         """The program of one rank, without an order, with the recomputation and the moves of a choice."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...ir.printer import counted
 from . import folder
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -138,8 +139,8 @@ def _files_at(path: Path) -> dict[Path, Sequence[str] | None]:
             f"Pass such a file, or the folder of an export. zt.load reads the checkpoints of zt.save."
         )
     raise ValueError(
-        f"load_weights: {path} has {len(files)} safetensors files and {len(indexes)} indexes.\n"
-        f"Pass one of the files."
+        f"load_weights: {path} has {counted(len(files), 'safetensors file')} and "
+        f"{counted(len(indexes), 'index', 'indexes')}.\nPass one of the files."
     )
 
 
