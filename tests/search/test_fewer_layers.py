@@ -103,6 +103,15 @@ def test_what_remains_computes_what_a_step_with_fewer_layers_computes(block):
     assert torch.equal(results[len(small.state)], loss)
 
 
+def test_what_a_transform_keeps_for_a_leaf_goes_with_it():
+    averaged = zt.ema(0.9, where="p.*")
+    step = averaged(step_of(LAYERS))
+    small = cut(step.trace(step.init(state_of(LAYERS)), TOKENS).graph, 2)
+    parameters = {name for name in names(small) if name.startswith("p.")}
+    assert {v.name for v in small.kept_by("ema").values()} == {f"ema.{name}" for name in parameters}
+    check(averaged.rewrite(small))
+
+
 def names(graph: Graph) -> set[str]:
     return {v.name for v in graph.state}
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.func import grad_and_value
 
 import ztrans as zt
@@ -115,6 +116,35 @@ def test_a_state_that_lacks_kept_leaves():
         TypeError, match=r"train_step: the state has lag.params.up.* which none of its transforms"
     ):
         zt.Step.of(train_step)(whole, X)
+
+
+def test_a_program_that_is_called_without_them():
+    step = zt.chain(zt.shard_params(zt.AbstractMesh(dp=2)), Lag())(train_step)
+    lowered = step.lower(step.init(first_state()), X[:3])
+    message = r"state lacks lag.params.up, .*, which transforms keep: step.init\(state\) adds it"
+    with pytest.raises(TypeError, match=message):
+        lowered.lockstep(first_state(), [(X[:3],), (X[3:],)])
+
+
+def test_a_meta_state_gets_them_once_it_has_values():
+    before = dist.is_initialized()
+    mesh = zt.make_mesh("cpu", dp=1)
+    step = zt.chain(zt.shard_params(mesh), zt.ema(0.9))(train_step)
+    state = step.shard({"params": {k: p.to("meta") for k, p in PARAMS.items()}})
+    for name, p in state.state["params"].items():
+        p.to_local().copy_(PARAMS[name])
+    with pytest.raises(
+        ValueError, match=r"(?s)has written to state.ema.params.up, .* state = step.init\(state\)"
+    ):
+        step(state, X)
+    state = step.init(state)
+    state, _ = step(state, X)
+    up = step.unshard(state).state["params"]["up"]
+    torch.testing.assert_close(
+        state.kept["ema"]["params.up"].to_local(), torch.lerp(PARAMS["up"], up, 0.1)
+    )
+    if not before:
+        dist.destroy_process_group()
 
 
 def test_a_step_whose_transforms_keep_nothing_has_the_state_as_it_is():

@@ -114,7 +114,8 @@ def check_written(name: str, paths: Iterable[str], leaves: Iterable[Any]) -> Non
             f"{name}: nobody has written to {first_names(unwritten)} since shard allocated this meta state.\n"
             f"Fill each leaf in place before the first step: torch.nn.init.normal_(leaf), leaf.zero_(), or load a "
             f"checkpoint, zt.load(path, state). If the module was lifted before, pass the state that has its weights, "
-            f"or call zt.write_back before you lift it again."
+            f"or call zt.write_back before you lift it again. Then start what transforms keep: "
+            f"state = step.init(state)."
         )
 
 

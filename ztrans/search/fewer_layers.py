@@ -276,15 +276,20 @@ def _with_types(e: Eqn, shorter: dict[Var, Var]) -> Eqn:
 
 def _without_results(graph: Graph, lost: Collection[Var], shorter: Mapping[Var, Var]) -> Graph:
     """A program without the leaves whose new values are lost, and without the other outputs that are."""
-    kept = [new not in lost for new in graph.new_state]
-    leaves = [(old, shorter.get(new, new)) for (old, new), k in zip(graph.leaves, kept) if k]
+    lost_leaves = {old.name for old, new in graph.leaves if new in lost}
+    # What a transform keeps for a leaf goes with it.
+    kept = tuple(k for k in graph.kept if k.like not in lost_leaves)
+    lost_leaves.update(k.name for k in graph.kept if k not in kept)
+    remains = [old.name not in lost_leaves for old in graph.state]
+    leaves = [(old, shorter.get(new, new)) for (old, new), k in zip(graph.leaves, remains) if k]
     results = [
         x for x in graph.outputs[graph.num_state :] if not any(v in lost for v in variables(x))
     ]
-    shapes = tuple(shape for shape, k in zip(graph.leaf_shapes, kept) if k)
+    shapes = tuple(shape for shape, k in zip(graph.leaf_shapes, remains) if k)
     return graph.replace(
         inputs=(*(old for old, _ in leaves), *graph.inputs[graph.num_state :]),
         outputs=(*(new for _, new in leaves), *(shorter.get(x, x) for x in results)),
         num_state=len(leaves),
         leaf_shapes=shapes,
+        kept=kept,
     )

@@ -134,7 +134,8 @@ def search(
     started = Step.of(step)
     plain = Step(started.fn, tuple(t for t in started.transforms if t.micro_batches == 1))
     cluster = cluster or _default_cluster(started)
-    traced = plain.trace(state, *batch)
+    # Nothing runs, so leaves that transforms keep may start again.
+    traced = plain.trace(plain.init(state), *batch)
     rows = rows_of(batch)
     start = Start(traced.graph, Setting((), with_schedules(plain.transforms), cluster), rows)
     compute = _seconds_of_products(traced.graph, cluster)

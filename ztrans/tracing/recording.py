@@ -15,6 +15,7 @@ from ..calling.inputs import Inputs, KnownValue, computed_local_part, local_part
 from ..calling.signature import Abstract, Signature, device_of_program
 from ..calling.trees import opened
 from ..ir.graph import Graph
+from ..ir.printer import first_names
 from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
 
@@ -63,8 +64,15 @@ class Recording:
         """
         expected = self.signature.without_layout()
         actual = Signature.of(call, self.function).without_layout()
-        if actual != expected:
-            raise _misfit(name or self.graph.name, expected.changes(actual))
+        if actual == expected:
+            return
+        changes = expected.changes(actual)
+        state = expected.parameters[0]
+        lacking = [k.name for k in self.graph.kept if f"{state}.{k.name}" not in actual.paths]
+        if lacking:
+            hint = "which transforms keep: step.init(state) adds it"
+            changes = [f"{state} lacks {first_names(lacking)}, {hint}"]
+        raise _misfit(name or self.graph.name, changes)
 
     def local_inputs(self, call: BoundCall) -> Inputs:
         """The inputs of the program in a call that fits: this rank's part of each, as a tensor.
