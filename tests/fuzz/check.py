@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from ztrans.calling.trees import named_leaves
 from ztrans.planning.limit import DoesNotFit
 from ztrans.transforms.base import rewritten
 
@@ -106,6 +107,8 @@ def check(case: Case) -> None:
         _check_local(program, options, batches, sharded)
     if options.codes:
         _check_codes(case, batches)
+    if options.averages:
+        _check_averages(case, batches)
     if case.seed % 2 == 0:
         _check_micro_batches(case, batches)
 
@@ -180,6 +183,38 @@ def _check_codes(case: Case, batches: list) -> None:
     if not _equal(found, wanted):
         far = distance(found, wanted)
         raise Wrong(f"schedules and fusion change bits of codes: {far:.3g}")
+
+
+def _check_averages(case: Case, batches: list) -> None:
+    """Averages have the bits of a loop over the states of the step without them, which keeps all of its bits."""
+    program, options = case.program, case.options
+    (average,) = options.averages
+    step = zt.Step(step_of(program), options.averages)
+    try:
+        state = step.init(program.state())
+    except ValueError as error:  # where=SOME may choose no leaf
+        if str(error).startswith("ema: "):
+            return
+        raise
+    traced = step.trace(state, *batches[0][0])
+    plain = _through(traced, options.sharding).lower()
+    # Before shard_params or anywhere after it.
+    chain = [*options.before, options.sharding, *options.after, zt.prefetch()]
+    chain.insert(case.seed % (len(chain) + 1), average)
+    lowered = _through(traced, *chain).lower()
+    expected = state
+    by_hand = {path: x.clone() for path, x in state.kept["ema"].items()}
+    for parts in batches:
+        expected, _ = plain.lockstep(expected, parts)
+        state, _ = lowered.lockstep(state, parts)
+        leaves = named_leaves(expected.state)
+        by_hand = {
+            path: torch.lerp(x, leaves[path], 1 - average.decay) for path, x in by_hand.items()
+        }
+    found = state.state, state.kept["ema"]
+    if not _equal(found, (expected.state, by_hand)):
+        far = distance(found, (expected.state, by_hand))
+        raise Wrong(f"averages are {far:.3g} from those of a loop")
 
 
 def _single(x: Any) -> Any:

@@ -23,7 +23,7 @@ class Options:
     then its sums have another order, so the program without schedules has them too. `budget` is the memory budget as a
     fraction of the peak of the program in its written order, or None for no budget. `local` has h, the parts, and
     whether there is an outer optimizer, of local steps; None for none. With `codes` the case also runs in fp32, and
-    these transforms quantize its messages.
+    these transforms quantize its messages. With `averages` it also runs with `zt.ema`.
     """
 
     ranks: int
@@ -37,6 +37,7 @@ class Options:
     tiles: tuple[zt.Transform, ...] = ()
     local: tuple[int, int, bool] | None = None
     codes: tuple[zt.Transform, ...] = ()
+    averages: tuple[zt.Transform, ...] = ()
 
     @staticmethod
     def draw(program: Program, chance: Random) -> Options:
@@ -97,6 +98,10 @@ class Options:
             h = chance.randint(1, 3)
             local = h, chance.randint(1, h), chance.random() < 0.5
         codes = _codes(chance) if chance.random() < 0.3 else ()
+        averages: tuple[zt.Transform, ...] = ()
+        if chance.random() < 0.2:
+            where = chance.choice([None, "*", "params.*", SOME])
+            averages = (zt.ema(chance.choice([0.0, 0.5, 0.99, 1.0]), where=where),)
         return Options(
             ranks,
             hosts,
@@ -109,6 +114,7 @@ class Options:
             tiles,
             local,
             codes,
+            averages,
         )
 
     @property
@@ -164,8 +170,8 @@ class Options:
             else f" > prefetch({dict(self.prefetch)}, budget={self.budget})"
         )
         local = "" if self.local is None else f" > local_steps{self.local}"
-        codes = "".join(f" > {t!r}" for t in self.codes)
-        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}{local}{codes}"
+        more = "".join(f" > {t!r}" for t in (*self.codes, *self.averages))
+        return f"{self.mesh} {shown} {self.cluster[0]} {others}{fetch}{local}{more}"
 
 
 def _codes(chance: Random) -> tuple[zt.Transform, ...]:

@@ -94,7 +94,8 @@ def test_where_chooses_leaves_and_those_without_floats_are_left_out():
     assert [*kept] == [f"params.{name}" for name in state["params"] if name.endswith("weight")]
     kept = zt.ema(0.9, where=lambda path, leaf: leaf.ndim == 1)(case.step).init(state).kept["ema"]
     assert all(path.endswith("bias") for path in kept)
-    counted = {"params": torch.ones(2), "steps": torch.zeros((), dtype=torch.int64)}
+    # A number in Python is a leaf too.
+    counted = {"params": torch.ones(2), "steps": 0, "codes": torch.ones(2).to(torch.float8_e4m3fn)}
     assert [*zt.ema(0.9, where="*")(lambda state, x: (state, x)).init(counted).kept["ema"]] == [
         "params"
     ]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.axes import joint_axis, members, members_of
 from ..ir.graph import Eqn, Graph, Kept, Layout, MemoryKind, Split, Var
-from ..ir.layout import AbstractMesh, LeafSharding, mesh_axes
+from ..ir.layout import AbstractMesh, LeafSharding, as_tensor, mesh_axes
 from ..ir.printer import first_names
 from ..ir.source import Source, where
 from ..ir.user_sharding import UserSharding
@@ -436,7 +436,7 @@ def sharding_of(
 
 def meta_leaf(value: object) -> torch.Tensor:
     """A leaf of a state as transforms see it: a meta tensor with its whole shape. A number is a scalar."""
-    tensor = value if isinstance(value, torch.Tensor) else torch.empty(())
+    tensor = as_tensor(value)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

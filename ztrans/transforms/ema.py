@@ -30,7 +30,7 @@ def ema(decay: float, *, where: Where | None = None) -> Transform:
         decay: the weight of the old average, from 0 to 1: `a = decay * a + (1 - decay) * w`.
         where: the leaves to average. A pattern for `fnmatch` of their paths, such as "params.*.weight"; or a function
             `where(path, leaf)` of the path and a meta tensor. By default all leaves at "params", as a lifted state has
-            them. Leaves that hold no floats are left out.
+            them. Leaves that hold no floats, or floats of 8 bits, are left out.
 
     Raises: TypeError if `where` is neither; ValueError if `decay` is not a number from 0 to 1. When the step is called,
         ValueError if `where` chooses no leaf.
@@ -69,7 +69,8 @@ class Ema(Transform):
             is_chosen = (
                 is_parameter(path) if self.where is None else matches(self.where, path, leaf)
             )
-            if is_chosen and (leaf.is_floating_point() or leaf.is_complex()):
+            is_float = leaf.is_floating_point() or leaf.is_complex()
+            if is_chosen and is_float and leaf.itemsize > 1:
                 averages.append(Kept(path, like=path, start="copy"))
         if not averages:
             which = "at 'params'" if self.where is None else f"where {self.where!r}"
