@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.ir.collectives import is_start, role
+from ztrans.ir.collectives import ALL_REDUCE, is_start, role
 from ztrans.ir.wire_format import Coded
 from ztrans.planning.cluster import Link
 from ztrans.stages import Lowered
@@ -92,6 +92,24 @@ def test_a_batch_that_cannot_follow_the_plan_gets_one_with_the_same_codes():
     assert formats_of(other.lower(cluster=FAST))["grad"] == {CODED}
     stage = traced(*AUTO, stage="auto").with_bits_of(lowered(SLOW, *AUTO).traced)
     assert len(stage.variants) == 3, "a stage changes no bits, so it may be chosen anew"
+
+
+def test_reductions_over_replicas_share_a_bucket_only_if_both_messages_do():
+    """Half of a small leaf is 64 elements, which are shorter as codes; a quarter is not."""
+    state = {"large": torch.eye(64), "small": torch.ones(64, 2), "last": torch.ones(2, 64)}
+
+    def step(state, x):
+        grads = torch.func.grad(
+            lambda w: (x @ w["large"] @ w["small"] @ w["last"]).square().mean()
+        )(state)
+        return {name: w - grads[name] for name, w in state.items()}, None
+
+    mesh = zt.AbstractMesh(host=2, dp=2)
+    shard = zt.shard_params(mesh, axis="dp", replicate_axis="host")
+    chain = zt.chain(shard, zt.overlap_grads(bucket=1 << 20), zt.quantize_grads(block=128))
+    program = chain(step).lower(state, torch.ones(4, 64))
+    second = [e.kwargs["dtype"] for e in program.graph.eqns if e.op is ALL_REDUCE]
+    assert len(second) == 2 and None in second and Coded(8, 128) in second
 
 
 def test_open_bits_are_chosen_before_a_program_is_rewritten():

@@ -285,7 +285,9 @@ def _reductions(s: Skeleton, floating: Set[Eqn]) -> tuple[Reduction, ...]:
     for i, collective in enumerate(s.reductions):
         start = collective.start
         gradient = size(start.ins[0])
-        key: tuple = (collective.key, collective.second is not None)
+        # Members of a bucket share both of its messages.
+        second_bucket = collective.second and bucket_key(collective.second[0])
+        key: tuple = (collective.key, second_bucket)
         if bucket_bytes is not None:
             number, filled = last_bucket.get(key, (0, 0))
             if filled and filled + gradient > bucket_bytes:
