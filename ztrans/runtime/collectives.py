@@ -355,10 +355,12 @@ class Start(torch.nn.Module):
         self, ks: list[int], terms: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> torch.Tensor:
         """The send buffer of terms: a row for each rank, with a part of so many elements of each term."""
-        if len(terms) > 1 or self.format.is_coded:
-            rows = self._new_rows(self.size, sizes, terms[0])
-            return self.format.pack(terms, sizes, self.size, rows)
-        return self._unshared(self._by_rank(terms[0], sizes[0]), ks[0], terms[0])
+        if self.format.is_coded:
+            codes = self._new_rows(self.size, sizes, terms[0])
+            return self.format.pack(terms, sizes, self.size, codes)
+        rows = [self._by_rank(term, size) for term, size in zip(terms, sizes)]
+        # Joined rows take two thirds of the time of `pack`, for 64 terms of 25 KiB.
+        return torch.cat(rows, 1) if len(rows) > 1 else self._unshared(rows[0], ks[0], terms[0])
 
     def _all_to_all(
         self, send: torch.Tensor, sizes: Sequence[int]
