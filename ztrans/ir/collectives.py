@@ -338,6 +338,8 @@ class ReduceScatter(Reduction):
 
     def as_sent(self, eqn: Eqn, index: int, term: torch.Tensor, ranks: int) -> torch.Tensor:
         wire = wire_format(eqn, eqn.ins[index])
+        if not wire.is_coded:
+            return wire.arrived(term)
         split = split_over(eqn.results[index], self.axis(eqn))
         parts = [cut(term, split, ranks, rank) for rank in range(ranks)]
         return torch.cat([_arrived_rows(wire, part, split.dim) for part in parts], split.dim)
@@ -377,8 +379,9 @@ class AllReduce(Reduction):
 
     Two ranks send each other their whole terms. Among more ranks, the backend computes the total in the send buffer,
     which is then the receive buffer too. Ranks that reduce the terms themselves (see `is_reduced_by_ranks`) send a
-    reduce_scatter and then a gather of the parts, in the dtype of the wire: as many bytes, and one more buffer. The
-    whole terms of a short message are exchanged (see `routes`), but it is charged like a long one.
+    reduce_scatter and then a gather of the parts, as terms are sent: as many bytes, and one more buffer. The whole
+    terms of a short message are exchanged (see `routes`), but it is charged like a long one. Codes never are: a block
+    belongs to a part.
     """
 
     kind = ALL_REDUCE_KIND
@@ -593,6 +596,8 @@ def _arrived_parts(
     wire: Format, value: torch.Tensor, ranks: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """What arrives of a value that is sent in a part for each rank, in the order of its elements."""
+    if not wire.is_coded:
+        return wire.arrived(value, dtype)
     flat = value.reshape(-1)
     parts = flat.split(max(chunk(len(flat), ranks), 1))
     return torch.cat([wire.arrived(part, dtype) for part in parts]).view(value.shape)

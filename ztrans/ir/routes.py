@@ -12,8 +12,9 @@ The order of both exchanges does not depend on the schedule. An all_reduce whose
 is two messages, each with its own route: an exchange of the terms of each part, and a gather of the parts.
 
 The runtime follows the route, and the planner charges its bytes, with one exception: in a short all_reduce the ranks
-exchange whole terms. Over gloo they do so between 2 ranks, and with a short message among up to 8; over NCCL with short
-terms that they must reduce themselves. Among more than 2 ranks this sends more bytes than are charged.
+exchange whole terms, unless these are codes. Over gloo they do so between 2 ranks, and with a short message among up to
+8; over NCCL with short terms that they must reduce themselves. Among more than 2 ranks this sends more bytes than are
+charged.
 """
 
 from __future__ import annotations
