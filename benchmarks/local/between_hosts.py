@@ -11,8 +11,6 @@ sends nothing. Plans know the link by `zt.calibrate`. Writes benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from datetime import date
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ztrans as zt
 
 from .. import RESULTS
-from ..peers.between_hosts import MiB, counted
+from ..peers.between_hosts import MiB, Used, trained_in_turns
 from ..peers.model import Config, Task, adamw, loss_of
 from ..peers.tensor_parallel import network
 
@@ -42,13 +40,6 @@ class Subject(NamedTuple):
 
     train: Callable[[], Tensor]
     nbytes: int
-
-
-class Used(NamedTuple):
-    """A step of a subject: medians over its rounds."""
-
-    seconds: float
-    mebibytes: float
 
 
 def lifted(config: Config, mesh: DeviceMesh) -> tuple[Callable, dict, tuple[Tensor, Tensor]]:
@@ -123,25 +114,6 @@ def _gradient_bytes(step: zt.Step, state: Any, batch: tuple) -> int:
     return step.lower(state, *batch).cost_analysis().over(role="grad")
 
 
-def measured(every: dict[str, Subject], rounds: int) -> tuple[dict[str, Used], dict[str, float]]:
-    """Train in turns: what a step takes, and the mean loss of the last one."""
-    used: dict[str, list[tuple[float, float]]] = {name: [] for name in every}
-    losses: dict[str, float] = {}
-    for turn in range(1 + rounds):
-        for name, subject in every.items():
-            dist.barrier()
-            before = counted()
-            begin = time.perf_counter()
-            loss = subject.train().clone()
-            dist.barrier()
-            took = time.perf_counter() - begin
-            if turn:
-                used[name].append((took / H, (counted() - before) / MiB / H))
-            dist.all_reduce(loss)
-            losses[name] = loss.item() / dist.get_world_size()
-    return {name: Used(*map(statistics.median, zip(*each))) for name, each in used.items()}, losses
-
-
 def table(every: dict[str, Subject], used: dict[str, Used], losses: dict[str, float]) -> list[str]:
     alone = used[ALONE].seconds
     rows = [
@@ -181,7 +153,8 @@ def main(quick: bool) -> None:
     lines = heading(rounds)
     for config in (Config(2, 32, 2, 64, 16, 2),) if quick else CONFIGS:
         every = subjects(config)
-        used, losses = measured(every, rounds)
+        runs = {name: subject.train for name, subject in every.items()}
+        used, losses = trained_in_turns(runs, rounds, H)
         title = f"{config.batch} x {config.sequence} tokens a rank:"
         lines += ["", title, "", *table(every, used, losses)]
     if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +74,29 @@ def measured(subjects: dict[str, Step]) -> dict[str, Used]:
             if turn >= WARM_UP:
                 used[name].append(((counted() - before) / MiB, took))
     return {name: Used(*map(statistics.median, zip(*each))) for name, each in used.items()}
+
+
+def trained_in_turns(
+    runs: Mapping[str, Callable[[], Tensor]], rounds: int, steps: int = 1
+) -> tuple[dict[str, Used], dict[str, float]]:
+    """Train in turns, after one round that does not count: what a step takes, and the mean loss of the last one.
+
+    Each call of a run trains for `steps` steps, and returns the last loss of this rank.
+    """
+    used: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    losses: dict[str, float] = {}
+    for turn in range(1 + rounds):
+        for name, run in runs.items():
+            dist.barrier()
+            before, start = counted(), time.perf_counter()
+            loss = run().clone()
+            dist.barrier()
+            took = time.perf_counter() - start
+            if turn:
+                used[name].append(((counted() - before) / MiB / steps, took / steps))
+            dist.all_reduce(loss)
+            losses[name] = loss.item() / dist.get_world_size()
+    return {name: Used(*map(statistics.median, zip(*each))) for name, each in used.items()}, losses
 
 
 def scatters(mesh: DeviceMesh) -> dict[str, Step]:

@@ -13,10 +13,9 @@ that HSDP takes. Writes benchmarks/results/host_shards.md, unless --quick.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from datetime import date
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,9 @@ from .between_hosts import (
     MiB,
     TrainStep,
     Used,
-    counted,
     loop,
     start_ranks,
+    trained_in_turns,
 )
 from .tensor_parallel import network, with_state
 from .tensor_parallel_fsdp import CONFIG
@@ -105,27 +104,6 @@ def subjects(tokens: Tensor) -> dict[str, Subject]:
     }
 
 
-def measured(
-    every: dict[str, Subject], tokens: Tensor, rounds: int
-) -> tuple[dict[str, Used], dict[str, float]]:
-    """Take steps in turns: the bytes between the hosts and the seconds of each, and the last mean loss."""
-    used: dict[str, list[tuple[float, float]]] = {name: [] for name in every}
-    losses: dict[str, float] = {}
-    for turn in range(1 + rounds):
-        for name, subject in every.items():
-            dist.barrier()
-            before = counted()
-            begin = time.perf_counter()
-            loss = subject.step(tokens).clone()
-            dist.barrier()
-            took = time.perf_counter() - begin
-            if turn:
-                used[name].append(((counted() - before) / MiB, took))
-            dist.all_reduce(loss)
-            losses[name] = loss.item() / dist.get_world_size()
-    return {name: Used(*map(statistics.median, zip(*each))) for name, each in used.items()}, losses
-
-
 def report(
     every: dict[str, Subject],
     used: dict[str, Used],
@@ -168,7 +146,8 @@ def main(quick: bool) -> None:
     tokens = torch.randint(CONFIG.vocab, (BATCH, SEQUENCE + 1), generator=generator)
     every = subjects(tokens)
     rounds = 2 if quick else 5
-    used, losses = measured(every, tokens, rounds)
+    runs = {name: partial(subject.step, tokens) for name, subject in every.items()}
+    used, losses = trained_in_turns(runs, rounds)
     if dist.get_rank() == 0:
         nbytes = sum(p.nbytes for p in loop(None)[0].parameters())
         text = report(every, used, losses, nbytes, rounds)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from datetime import date
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import ztrans as zt
 
 from .. import RESULTS
-from .between_hosts import BATCH, SEQUENCE, MiB, Used, loop
-from .host_shards import Subject, measured
+from .between_hosts import BATCH, SEQUENCE, MiB, Used, loop, trained_in_turns
+from .host_shards import Subject
 from .tensor_parallel import network, with_state
 from .tensor_parallel_fsdp import CONFIG
 
@@ -98,7 +99,8 @@ def main(quick: bool) -> None:
     tokens = torch.randint(CONFIG.vocab, (MICRO * BATCH, SEQUENCE + 1), generator=generator)
     every = subjects(tokens)
     rounds = 1 if quick else 5
-    used, losses = measured(every, tokens, rounds)
+    runs = {name: partial(subject.step, tokens) for name, subject in every.items()}
+    used, losses = trained_in_turns(runs, rounds)
     is_wrong = False
     if dist.get_rank() == 0:
         text = report(every, used, losses, rounds)

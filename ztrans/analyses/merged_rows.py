@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..ir.graph import Eqn, Graph, Names, Var, variables
+from ..ir.layout import with_size
 from ..ir.op_facts import op_facts
 from ..ir.patterns import WHOLE, letters_of
 from ..ir.sharding_rules import pattern_of
@@ -93,14 +94,10 @@ def _view(v: Var, out: Var) -> Eqn:
 
 def _with_rows(e: Eqn, merged: Mapping[Var, Var]) -> Eqn:
     """The equation on rows, with the new shape of its result among its arguments."""
-    args = list(e.args)
-    if e.results and e.out in merged:
-        for k, arg in enumerate(args):
-            is_shape = isinstance(arg, (list, tuple)) and len(arg) == len(e.out.shape)
-            if is_shape and all(n in (size, -1) for n, size in zip(arg, e.out.shape)):
-                args[k] = list(merged[e.out].shape)
+    if e.results and e.out in merged and isinstance(e.op, torch._ops.OpOverload):
+        e = with_size(e, merged[e.out].shape)
     outs = tuple(None if out is None else merged.get(out, out) for out in e.outs)
-    return e.replace(args=tuple(args)).with_inputs(lambda v: merged.get(v, v), outs=outs)
+    return e.with_inputs(lambda v: merged.get(v, v), outs=outs)
 
 
 def _check_rows(e: Eqn, dims: tuple[int, int], merged: Set[Var]) -> None:

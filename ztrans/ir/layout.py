@@ -180,12 +180,19 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed_dims(*eqn.args)))
     # Only a size among the arguments is global. Other operations infer their sizes from local arguments.
+    eqn = with_size(eqn, local_shape(out, sizes, coordinates))
+    args = list(eqn.args)
+    for k in _arguments(eqn.op, _OFFSETS):
+        args[k] = list(_local_offsets(out, sizes, coordinates))
+    return eqn.replace(args=tuple(args))
+
+
+def with_size(eqn: Eqn, shape: Sequence[int]) -> Eqn:
+    """`eqn` with another shape of its result, if that is among its arguments."""
     args = list(eqn.args)
     for k in _arguments(eqn.op, _SHAPES):
         if k < len(args) and isinstance(args[k], (list, tuple)):
-            args[k] = list(local_shape(out, sizes, coordinates))
-    for k in _arguments(eqn.op, _OFFSETS):
-        args[k] = list(_local_offsets(out, sizes, coordinates))
+            args[k] = list(shape)
     return eqn.replace(args=tuple(args))
 
 
