@@ -60,7 +60,7 @@ def test_fp8_is_gathered_over_gloo(two):
 def test_codes_over_gloo_have_the_bits_of_lockstep(two):
     """Of 8 and 4 bits, in uneven and empty parts, in buckets, micro-batches and between steps, and of replicas."""
     figures = of(two, "codes")
-    assert [f["chain"] for f in figures] == ["stage 1", "stage 3", "early", "replicas"]
+    assert [f["chain"] for f in figures] == ["stage 1", "stage 3", "early", "replicas", "kept"]
     assert all(f["bitwise"] for f in figures), figures
     for f in figures:
         assert f["received"] == f["predicted"], f

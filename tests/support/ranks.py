@@ -202,7 +202,7 @@ def narrow() -> Case:
 
 
 def codes() -> None:
-    """Messages in codes of 8 and 4 bits, on real ranks and in lock-step."""
+    """Messages in codes of 8 and 4 bits, and what is kept for them, on real ranks and in lock-step."""
     case = narrow()
     dp, both = zt.make_mesh("cpu", dp=2), zt.make_mesh("cpu", dp=1, replicas=2)
     early = zt.overlap_grads(), zt.prefetch(across_steps=True)
@@ -211,15 +211,22 @@ def codes() -> None:
         ("stage 3", 4, dp, {"stage": 3}, ALL),
         ("early", 8, dp, {"stage": 3, "reshard": "always"}, early),
         ("replicas", 4, both, {"stage": 2, "replicate_axis": "replicas"}, (*ALL, zt.accumulate(2))),
+        ("kept", 4, dp, {"stage": 2}, ALL),
     ):
         coded = zt.quantize_gathers(bits, 16, where="*"), zt.quantize_grads(bits, 16, where="*")
+        if name == "kept":
+            coded = (
+                zt.quantize_gathers(bits, 16, where="params.*", of="differences"),
+                zt.quantize_grads(bits, 16, rotate=4, where="params.*", error_feedback=True),
+            )
 
         def on(mesh, options=options, rest=(*others, *coded)):
             axis = {"axis": "dp"} if "replicate_axis" in options else {}
             return zt.chain(zt.shard_params(mesh, **axis, **options), *rest)(case.step)
 
         abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
-        step, state, expected = on(mesh), case.state(), case.state()
+        step, state = on(mesh), case.state()
+        expected = on(abstract).init(case.state())
         lowered = on(abstract).lower(expected, *slices(batches(case, 1)[0], WORLD)[0])
         state = step.shard(state)
         for number, batch in enumerate(batches(case, 3)):
