@@ -60,12 +60,13 @@ from .rewriter import Rewriter, reordered
 from .rules import Rules
 from .structure import structure
 from .verifier import ProgramError, check
+from .wire_format import Coded
 
 __all__ = [
     "ACCUMULATE", "ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "GRADIENT", "JOIN", "KEEP", "PMAX", "PMEAN", "PMIN", "PSUM",
     "PVARY", "REDUCE_SCATTER", "SHARD", "TO_DEVICE", "TO_HOST", "WAIT",
-    "Eqn", "Graph", "Hints", "Kept", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial", "Primitive",
-    "ProgramError", "Provenance", "Rewriter", "Rules", "Split", "Start", "Var",
+    "Coded", "Eqn", "Graph", "Hints", "Kept", "Layout", "LeafSharding", "MicroBatchPrograms", "Names", "Partial",
+    "Primitive", "ProgramError", "Provenance", "Rewriter", "Rules", "Split", "Start", "Var",
     "all_gather", "all_reduce", "all_to_all", "check", "dce", "diff", "emit", "equation", "evaluate", "is_copy",
     "is_matmul", "is_random", "is_start", "is_view", "lane", "lockstep", "micro_batch_programs", "op_name", "pair",
     "producers", "program", "reduce", "reduce_scatter", "rename", "reordered", "role", "row", "rows", "rules", "shard",
