@@ -50,8 +50,9 @@ def eager() -> Iterator[None]:
 
     It is for debugging. Each rank gathers the whole state, and runs the function on its own batch, so it needs the
     memory of the whole model, and time. Of the transforms, only the axes and layouts of `shard_params` count: order,
-    recomputation, memory of the host, dtypes of messages and transforms of your own do not. With `accumulate` the batch
-    is one piece. A rank that stops at a breakpoint keeps the others waiting, up to the time-out of their process group.
+    recomputation, memory of the host, dtypes of messages and transforms of your own do not, and what transforms keep in
+    the state, such as averages, stays as it is. With `accumulate` the batch is one piece. A rank that stops at a
+    breakpoint keeps the others waiting, up to the time-out of their process group.
 
     A `Compiled`, and `trace`, `lower`, `profile` and `tune` of a step, do the same inside as outside.
 

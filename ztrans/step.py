@@ -566,9 +566,9 @@ class Step(Generic[P, R]):
         added)` has what transforms add to the output. The state of a lifted loop, which is a dict, gets a key for each
         transform instead, here or in its first step. If no transform keeps a leaf, the state is returned as it is.
 
-        `shard` calls this too, so a loop that shards its state need not. In a state that has these leaves, they start
-        again: call it after you have written to the parameters yourself. The leaves of `state` are not copied; new
-        ones lie on the ranks as those do, and all ranks must call it.
+        `shard` starts those that a state lacks, so a loop that shards its state need not call this. Here all of them
+        start, again if the state has them: call it after you have written to the parameters yourself. The leaves of
+        `state` are not copied; new ones lie on the ranks as those do, and all ranks must call it.
 
         Source: `init` of optax.
 
@@ -625,7 +625,7 @@ class Step(Generic[P, R]):
                 parts = shard_state(state, mesh, paths, self.leaf_shardings(state), source, device)
         if self._function.extra is not None:
             self._function.extra.after_shard()
-        return parts if self._state.parted(state).kept else self.init(parts)
+        return self._state.started(parts, mesh, only_missing=True)
 
     @ends_at_user
     def unshard(self, state: State) -> State:

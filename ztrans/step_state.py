@@ -71,9 +71,11 @@ class StepState:
         """The leaves that transforms keep in a state, which has them."""
         return self.kept(self.parted(state).state)
 
-    def started(self, state: Any, mesh: DeviceMesh | AbstractMesh | None) -> Any:
-        """A state whose kept leaves have their first values. The user's leaves are not copied."""
-        own = self.parted(state).state
+    def started(
+        self, state: Any, mesh: DeviceMesh | AbstractMesh | None, only_missing: bool = False
+    ) -> Any:
+        """A state whose kept leaves have their first values, or only those that it lacks. Its leaves are not copied."""
+        own, present = self.parted(state)
         kept = self.kept(own)
         if not kept:
             return own
@@ -85,7 +87,9 @@ class StepState:
         device = next((x.device for x in leaves.values() if getattr(x, "ndim", 0)), None)
         started: KeptLeaves = {}
         for leaf in kept:
-            value = self._first_value(leaf, leaves, device_mesh, device)
+            value = present.get(leaf.transform, {}).get(leaf.path) if only_missing else None
+            if value is None:
+                value = self._first_value(leaf, leaves, device_mesh, device)
             started.setdefault(leaf.transform, {})[leaf.path] = value
         return joined(own, started, self.is_lifted)
 
@@ -170,10 +174,13 @@ class StepState:
             return WithKept(own, present)
         missing = [name for name in expected if name not in actual]
         more = [name for name in actual if name not in expected]
-        problem = f"lacks {first_names(missing)}" if missing else f"has {first_names(more)}"
-        which = "which its transforms keep" if missing else "which none of its transforms keeps"
+        if missing:
+            raise TypeError(
+                f"{self.step}: the state lacks {first_names(missing)}, which its transforms keep from step to step.\n"
+                f"Call `state = step.init(state)` once before the loop, or `state = step.shard(state)`, which does it; "
+                f"then pass on what the step returns."
+            )
         raise TypeError(
-            f"{self.step}: the state {problem}, {which} from step to step.\n"
-            f"Call `state = step.init(state)` once, before the loop, or `state = step.shard(state)`, which does so, "
-            f"and pass on what the step returns."
+            f"{self.step}: the state has {first_names(more)}, which none of its transforms keeps.\n"
+            f"Pass the state without what they keep, `state.state`, or start that again: step.init(state)."
         )

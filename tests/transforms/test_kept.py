@@ -112,10 +112,16 @@ def test_a_state_that_lacks_kept_leaves():
     ):
         step(first_state(), X)
     whole = step.init(first_state())
-    with pytest.raises(
-        TypeError, match=r"train_step: the state has lag.params.up.* which none of its transforms"
-    ):
+    message = r"has lag.params.up.* which none of its transforms keeps(?s:.)*`state.state`"
+    with pytest.raises(TypeError, match=message):
         zt.Step.of(train_step)(whole, X)
+    # `shard` starts what is missing, and drops what no transform keeps.
+    both = zt.chain(Lag(), zt.ema(0.9))(train_step)
+    whole.kept["lag"]["steps"].fill_(7)
+    assert [*both.shard(whole).kept] == ["lag", "ema"] and both.shard(whole).kept["lag"][
+        "steps"
+    ] == 7
+    assert [*zt.Step.of(train_step).shard(whole)] == ["params"]
 
 
 def test_a_program_that_is_called_without_them():
@@ -152,17 +158,32 @@ def test_a_step_whose_transforms_keep_nothing_has_the_state_as_it_is():
     assert zt.remat()(train_step).init(before) is before
 
 
-def test_a_leaf_like_one_that_is_not_there():
-    @dataclass(frozen=True)
-    class Lost(zt.Transform):
-        def keeps(self, leaves):
-            return [ir.Kept("w", like="params.w")]
+@dataclass(frozen=True)
+class Keeps(zt.Transform):
+    leaf: ir.Kept
 
-    with pytest.raises(
-        ValueError,
-        match=r"lost\(\): it keeps a leaf like 'params.w', and the state has params.up, ",
-    ):
-        Lost()(train_step).init(first_state())
+    def keeps(self, leaves):
+        return [self.leaf]
+
+
+@pytest.mark.parametrize(
+    "leaf, problem",
+    [
+        (
+            ir.Kept("w", like="params.w"),
+            r"is like 'params.w', and the state has params.up, params.down",
+        ),
+        (
+            ir.Kept("w", like=(), start="copy"),
+            "starts as a copy, but has a shape or rows of its own",
+        ),
+        (ir.Kept("w", like="keeps.w"), "has the name of another leaf of the state"),
+    ],
+)
+def test_leaves_that_cannot_be_kept(leaf, problem):
+    own = {**first_state(), **({"keeps": {"w": X}} if leaf.like == "keeps.w" else {})}
+    with pytest.raises(ValueError, match=rf"the leaf keeps.w that it keeps {problem}"):
+        Keeps(leaf)(train_step).init(own)
 
 
 def test_a_lifted_loop_holds_them_itself():

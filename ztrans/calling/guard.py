@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 from ..ir.layout import as_tensor
 from .call import BoundCall
 from .inputs import Inputs, computed_local_part
+from .kept import WithKept
 from .leaf_records import RECORDS, Snapshot
 from .signature import Constant, Leaf, Surroundings
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SEQUENCES = (list, tuple, WithKept)
 
 
 class Guard:
@@ -229,7 +231,7 @@ class KnownTree:
                 if [*node] != keys:
                     return None
                 nodes += node.values()
-            elif kind is list or kind is tuple:
+            elif kind in _SEQUENCES:
                 if len(node) != keys:
                     return None
                 nodes += node
@@ -245,7 +247,7 @@ def _children(node: Any) -> tuple[list | None, Any]:
     """The children of a container, and its keys, length or context, which must stay equal; None for a leaf."""
     if type(node) is dict:
         return [*node.values()], [*node]
-    if type(node) is list or type(node) is tuple:
+    if type(node) in _SEQUENCES:
         return [*node], len(node)
     # Flatten one level. `tree_flatten` makes a reference cycle with `is_leaf`, which must not keep the node alive.
     node_id = id(node)

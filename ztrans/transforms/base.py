@@ -338,18 +338,24 @@ def kept_leaves(
 ) -> tuple[Kept, ...]:
     """The leaves that transforms keep in a state, whose other leaves these meta tensors are, by path.
 
-    Raises: ValueError if one is like a leaf that the state does not have.
+    Raises: ValueError if one is like a leaf that the state does not have, if two have one name, or if one starts as a
+        copy of nothing.
     """
-    kept: list[Kept] = []
+    kept: dict[str, Kept] = {}
     for t in transforms:
         for leaf in t.keeps(leaves):
+            leaf = dataclasses.replace(leaf, transform=t.name)
+            problem = ""
             if isinstance(leaf.like, str) and leaf.like not in leaves:
-                raise ValueError(
-                    f"{t!r}: it keeps a leaf like {leaf.like!r}, and the state has {first_names([*leaves])}.\n"
-                    f"Let `keeps` name one of the leaves that it gets, or a shape."
-                )
-            kept.append(dataclasses.replace(leaf, transform=t.name))
-    return tuple(kept)
+                problem = f"is like {leaf.like!r}, and the state has {first_names([*leaves])}"
+            elif leaf.name in leaves or leaf.name in kept:
+                problem = "has the name of another leaf of the state"
+            elif leaf.start == "copy" and (leaf.layout == "rows" or not isinstance(leaf.like, str)):
+                problem = "starts as a copy, but has a shape or rows of its own"
+            if problem:
+                raise ValueError(f"{t!r}: the leaf {leaf.name} that it keeps {problem}.")
+            kept[leaf.name] = leaf
+    return tuple(kept.values())
 
 
 def leaf_sharding(
