@@ -149,7 +149,14 @@ def test_terms_in_bf16_are_summed_in_fp32_for_a_result_in_fp16(capability, tmp_p
 
 
 NUMBERS = {name: "fp32" for name in ("beta1", "beta2", "weight_decay", "eps")}
-SCALARS = {"powers": "*fp32", "rate": "*fp32", "scale": "*fp32", "count": "i32"}
+SCALARS = {
+    "powers": "*fp32",
+    "rate": "*fp32",
+    "scale": "*fp32",
+    "count": "i32",
+    "keys": "*i32",
+    "places": "*i64",
+}
 UPDATE = TABLES | NUMBERS | SCALARS
 
 
@@ -160,7 +167,8 @@ UPDATE = TABLES | NUMBERS | SCALARS
 def test_adamw(capability, tmp_path, dtype, loads, halves):
     """A thread has 8 elements. Each is decayed, and has two moments, a root and two divisions, all rounded exactly."""
     constants = {
-        "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "BLOCK": 2048,
+        "PARAM": element(torch.float32), "GRAD": element(dtype), "HALF": element(torch.bfloat16), "HALVES": halves,
+        "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "ROUNDS": False, "BLOCK": 2048,
     }  # fmt: skip
     kernel = compiled(
         module["fused_adamw"]._adam, capability, tmp_path, UPDATE, constants, num_warps=8
@@ -171,6 +179,19 @@ def test_adamw(capability, tmp_path, dtype, loads, halves):
     assert kernel.count(r"\bfma\.rn\.f32") == 5 * both_paths
     assert kernel.count(r"\bsqrt\.rn\.f32") == both_paths + 1
     assert kernel.count(r"\bdiv\.rn\.f32") == 2 * both_paths + 1
+
+
+def test_adamw_of_state_in_bf16(capability, tmp_path):
+    """A thread loads and stores 8 elements of 2 bytes at once. Nothing but the update is computed twice."""
+    constants = {
+        "PARAM": element(torch.bfloat16), "GRAD": element(torch.bfloat16), "HALF": element(torch.bfloat16),
+        "HALVES": False, "SCALES": True, "LOADS_RATE": True, "DECAYS": True, "ROUNDS": True, "BLOCK": 2048,
+    }  # fmt: skip
+    kernel = compiled(
+        module["fused_adamw"]._adam, capability, tmp_path, UPDATE, constants, num_warps=8
+    )
+    check(kernel, 4, 3, 128)
+    rounds_exactly(kernel)
 
 
 def rounds_exactly(kernel) -> None:

@@ -11,6 +11,7 @@ from triton.runtime import interpreter
 
 from tests.ops.interpreted.patterns import same
 from tests.support.cover import parameters_of
+from ztrans import ops
 
 fused_adamw = importlib.import_module("ztrans.ops.fused_adamw")
 
@@ -80,6 +81,35 @@ BYTES = {
     (torch.bfloat16, True): 3 * 8 + 2 + 2,
     (torch.float32, False): 3 * 8 + 4,
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_adamw_of_state_in_bf16(dtype, skew):
+    """Parts of leaves, cut along the first or the second dim. With noise of other elements it would have other bits."""
+    shapes = [(2048 * 2 + 8,), (7, 300), (4, 6, 50), (0, 3), ()]
+    whole = [2048 * 2 + 8, 9, 300, 4, 8, 50, 6, 3]
+    offsets = [0, 2, 0, 0, 1, 0, 6, 0]
+    draw = torch.Generator().manual_seed(0)
+
+    def some(scale: float, dtype: torch.dtype) -> list[torch.Tensor]:
+        made = []
+        for shape in shapes:
+            count = torch.Size(shape).numel()
+            flat = (scale * torch.randn(count + skew, generator=draw)).to(dtype)
+            made.append(flat[skew:].view(shape))
+        return made
+
+    lists = [some(1, torch.bfloat16), some(0, torch.bfloat16), some(0, torch.bfloat16)]
+    ours, true = copies(lists), copies(lists)
+    options = {"lr": torch.tensor(1e-3), "weight_decay": 0.1, **ADAM}
+    for step in range(1, 4):
+        grads = some(10.0**-step, dtype)
+        steps = [torch.tensor(float(step)) for _ in shapes]
+        keys = list(ops.leaf_keys(torch.tensor(step), range(3 * len(shapes))))
+        for update, state in ((fused_adamw.launch, ours), (fused_adamw.reference, true)):
+            update(state[0], grads, *state[1:], steps, None, keys, whole, offsets, **options)
+        assert_same(ours, true)
+    assert not same(true[0][0], lists[0][0])
 
 
 @pytest.mark.parametrize(("dtype", "has_halves"), BYTES, ids=str)
