@@ -20,6 +20,7 @@ from .runtime.carried import CarryingExecutable
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
 from .runtime.cuda.half_weights import HalfWeights, with_half_weights
+from .runtime.cuda.stored_updates import stored_updates
 from .runtime.executable import Executable, executable, step_executable
 from .runtime.failure import Writes
 from .runtime.inductor import backend as inductor
@@ -62,7 +63,9 @@ def make_runner(
     has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
     if has_rates or cuda_graph:
         graph = with_rates(graph)
-    graph = half_gradients(graph, inputs_on_gpu(graph, local), of_products=backend.fuses)
+    on_gpu = inputs_on_gpu(graph, local)
+    graph = stored_updates(graph, on_gpu)
+    graph = half_gradients(graph, on_gpu, of_products=backend.fuses)
     half_weights = None
     if cast_ahead:
         graph, half_weights = with_half_weights(graph, local, backend.fuses)

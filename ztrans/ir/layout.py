@@ -183,7 +183,8 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
     eqn = with_size(eqn, local_shape(out, sizes, coordinates))
     args = list(eqn.args)
     for k in _arguments(eqn.op, _OFFSETS):
-        args[k] = list(_local_offsets(out, sizes, coordinates))
+        if k < len(args):
+            args[k] = list(_local_offsets(out, sizes, coordinates))
     return eqn.replace(args=tuple(args))
 
 

@@ -34,7 +34,7 @@ from ...ops import HALF
 
 aten = torch.ops.aten
 _NORM = aten.linalg_vector_norm.default
-_FUSED_ADAMW = torch.ops.ztrans.fused_adamw.default
+FUSED_ADAMW = torch.ops.ztrans.fused_adamw.default
 # The updates of PyTorch that our kernel can compute.
 _UPDATES = ("_fused_adam", "_fused_adamw")
 # The positions of the arguments that our kernel takes: all lists but max_exp_avg_sqs, which only amsgrad uses.
@@ -134,7 +134,7 @@ class _Uses:
     def gradient_of(self, update: Eqn) -> _Gradient | None:
         """The gradient of an update; None if it was not cast from half precision, or if something else reads it."""
         gradient = update.args[1][0]
-        if update.outs[1] in self.readers:  # the gradient as the update leaves it
+        if not _is_ours(update) and update.outs[1] in self.readers:  # the gradient as it leaves it
             return None
         scaling = self._scaling(gradient, update)
         unscaled = scaling.args[0] if scaling is not None else gradient
@@ -189,6 +189,20 @@ def _spans_devices(graph: Graph) -> bool:
 
 def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
     """Whether the kernel can compute an update: the parameter and the moments are inputs on a GPU."""
+    overwritten = [*variables(eqn.args[0]), *variables(eqn.args[2:4])] if eqn.args else []
+    if _is_ours(eqn):
+        return on_gpu >= set(overwritten)
+    is_fp32 = all(v.dtype == torch.float32 for v in overwritten)
+    return has_options_of_kernel(eqn) and is_fp32 and on_gpu >= set(overwritten)
+
+
+def _is_ours(eqn: Eqn) -> bool:
+    """Whether the kernel computes an update already, of state in half precision (see `stored_updates`)."""
+    return eqn.op is FUSED_ADAMW
+
+
+def has_options_of_kernel(eqn: Eqn) -> bool:
+    """Whether an equation is an update by PyTorch with options that the kernel has."""
     name = op_facts(eqn.op).name
     if name not in _UPDATES or any(eqn.kwargs.get(option) for option in _REFUSED):
         return False
@@ -196,18 +210,23 @@ def _has_kernel(eqn: Eqn, on_gpu: Set[Var]) -> bool:
         # PyTorch's machine code rounds `grad + weight_decay * param` once for some elements of a thread, and twice for
         # others, so its bits cannot be kept.
         return False
-    overwritten = [*variables(eqn.args[0]), *variables(eqn.args[2:4])]
-    is_fp32 = all(v.dtype == torch.float32 for v in overwritten)
-    return is_fp32 and isinstance(eqn.kwargs["lr"], Var) and on_gpu >= set(overwritten)
+    return isinstance(eqn.kwargs["lr"], Var)
 
 
 def _half_update(eqn: Eqn, gradient: _Gradient) -> Eqn:
     """The update by our kernel, which reads the half-precision gradient."""
-    args = [eqn.args[k] for k in _LISTS]
-    args[1] = [gradient.half]
-    options = {argument.name for argument in _FUSED_ADAMW._schema.arguments}
-    kwargs = {name: x for name, x in eqn.kwargs.items() if name in options}
+    update = eqn if _is_ours(eqn) else by_kernel(eqn)
+    params, _, *others = update.args
+    kwargs = dict(update.kwargs)
     if gradient.scaling is not None:
         kwargs["scale"] = gradient.scaling.args[1]
+    return update.replace(args=(params, [gradient.half], *others), kwargs=kwargs)
+
+
+def by_kernel(eqn: Eqn) -> Eqn:
+    """The update by our kernel, of one by PyTorch."""
+    args = tuple(eqn.args[k] for k in _LISTS)
+    options = {argument.name for argument in FUSED_ADAMW._schema.arguments}
+    kwargs = {name: x for name, x in eqn.kwargs.items() if name in options}
     outs = (eqn.outs[0], *eqn.outs[2:])
-    return eqn.replace(op=_FUSED_ADAMW, args=tuple(args), outs=outs, kwargs=kwargs)
+    return eqn.replace(op=FUSED_ADAMW, args=args, outs=outs, kwargs=kwargs)
