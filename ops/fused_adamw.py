@@ -233,14 +233,24 @@ def reference(
     if keys:
         stored = (self, exp_avgs, exp_avg_sqs)
         wide = [[x.to(torch.float32) for x in tensors] for tensors in stored]
-        numbers = {
+        numbers: dict[str, Any] = {
             "lr": lr,
             "beta1": beta1,
             "beta2": beta2,
             "weight_decay": weight_decay,
             "eps": eps,
         }
-        reference(wide[0], grads, *wide[1:], state_steps, halves, **numbers, scale=scale)
+        params, first_moments, second_moments = wide
+        reference(
+            params,
+            grads,
+            first_moments,
+            second_moments,
+            state_steps,
+            halves,
+            **numbers,
+            scale=scale,
+        )
         for k, place in enumerate(_each([p.shape for p in self], whole or (), offsets or ())):
             for j, (tensors, results) in enumerate(zip(stored, wide)):
                 round_on_cpu(tensors[k], results[k], keys[3 * k + j], *place[1:])
