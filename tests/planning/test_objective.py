@@ -83,7 +83,7 @@ def test_codes_take_their_seconds_in_plans_and_programs(cluster):
         limit = limit or timeline.peak
         assert share is None or timeline.peak <= int(share * limit)
     wide = on_ranks(CASES["clipped"], 4, shard, zt.overlap_grads(), zt.prefetch(), cluster=cluster)
-    assert cluster is GPUS or timeline.compute > wide.timeline().compute
+    assert timeline.compute > wide.timeline().compute
 
 
 @pytest.mark.slow

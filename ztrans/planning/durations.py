@@ -212,7 +212,13 @@ def _wait_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
     measured_unpack = dict(cluster.link(e.kwargs["axis"]).unpack).get(rules(e).kind.name)
     if measured_unpack is not None and not rules(e).decoding(e, graph.axes):
         return device.kernel_gap + measured_unpack * rules(e).wire_bytes(e, graph.axes)
-    return device.kernel_gap + (_unpacking_seconds(e, graph, cluster) if device.gloo else 0.0)
+    is_in_compute = device.gloo or _is_decoded_at_wait(e, graph)
+    return device.kernel_gap + (_unpacking_seconds(e, graph, cluster) if is_in_compute else 0.0)
+
+
+def _is_decoded_at_wait(e: Eqn, graph: Graph) -> bool:
+    """Whether compute decodes the values of a collective: a gather of codes, whose values exist only from then on."""
+    return rules(e).moves and rules(e).decoding(e, graph.axes) > 0
 
 
 def _unpacking_seconds(e: Eqn, graph: Graph, cluster: Cluster) -> float:
@@ -261,7 +267,8 @@ def messages(graph: Graph, cluster: Cluster, seconds: Sequence[float] | None = N
 def _packed_beside(message: Message, e: Eqn, graph: Graph, cluster: Cluster) -> Message:
     """The message with the seconds in which a GPU packs and unpacks it beside compute."""
     message = message._replace(pack_beside=_packing_seconds(e, graph, cluster))
-    if cluster.link(e.kwargs["axis"]).includes_packing and not rules(e).decoding(e, graph.axes):
+    is_measured = cluster.link(e.kwargs["axis"]).includes_packing
+    if _is_decoded_at_wait(e, graph) or (is_measured and not rules(e).decoding(e, graph.axes)):
         return message
     unpack = _unpacking_seconds(e, graph, cluster)
     if message.inside is None:

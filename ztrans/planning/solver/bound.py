@@ -32,7 +32,7 @@ import numpy as np
 
 from ...ir.dependencies import grouped
 from ..buffers import Buffer, live_by_slot
-from .messages import copy_seconds
+from .messages import copy_seconds, is_decoded_at_wait
 from .problem import Gather, Lever, Problem, Reduction
 
 # Bytes without room need a message, with its latency. A share of bytes below this is a rounding error.
@@ -134,6 +134,9 @@ def _job(problem: Problem, member: Gather | Reduction, release: int, deadline: i
     unpack = wire.unpack * member.wire
     pack, copy = copy_seconds(wire, member)
     beside_compute = 0.0
+    if is_decoded_at_wait(member):
+        unpack += copy
+        copy = 0.0
     if wire.beside:
         beside_compute = pack + copy
     else:

@@ -17,20 +17,24 @@ def message_of(problem: Problem, members: BucketMembers, start: int, wait: int) 
     """The message of a bucket that is sent at place `start` and waited for at place `wait`.
 
     A gather copies this rank's part into the buffer that receives the value. Small members share a buffer, and their
-    values are copied out of it. A reduction copies gradients that it cannot send from their own storage, and sums the
-    parts that it receives.
+    values are copied out of it. Compute decodes values at the wait. A reduction copies gradients that it cannot send
+    from their own storage, and sums the parts that it receives.
     """
     wire = problem.wires[members[0].key]
     wire_bytes = sum(member.wire for member in members)
     packing = wire.pack * packed_gradients(members)
     unpacking = wire.copy_out * packed_values(members)
+    decoding = 0.0
     for member in members:
         member_packing, member_unpacking = copy_seconds(wire, member)
         packing += member_packing
-        unpacking += member_unpacking
+        if is_decoded_at_wait(member):
+            decoding += member_unpacking
+        else:
+            unpacking += member_unpacking
 
     overhead = wire.overhead + wire.byte_overhead * wire_bytes
-    unpack = wire.unpack * wire_bytes
+    unpack = wire.unpack * wire_bytes + decoding
     pack_beside = 0.0
     unpack_beside = 0.0
     inside = None
@@ -88,6 +92,11 @@ def copy_seconds(wire: Wire, member: Gather | Reduction) -> tuple[float, float]:
         return wire.pack * member.bytes / wire.ranks, 0.0
     packing = wire.pack * member.bytes if member.copied else 0.0
     return packing, wire.copy_out * (member.bytes + member.bytes // wire.ranks)
+
+
+def is_decoded_at_wait(member: Gather | Reduction) -> bool:
+    """Whether compute decodes the value of a member, so that it takes no memory before the wait."""
+    return isinstance(member, Gather) and member.codes > 0
 
 
 def sharing(members: BucketMembers) -> list[Gather | Reduction]:

@@ -58,7 +58,7 @@ class Wire(NamedTuple):
         ranks: the number of ranks that take part in a message.
         pack: seconds to copy a byte that is sent.
         copy_out: seconds to copy a received byte out of a buffer, or to sum it.
-        beside: whether `pack`, `copy_out` and `coding` run beside compute. Otherwise compute stands still for them.
+        beside: whether packing, unpacking and sums run beside compute. Otherwise compute stands still for them.
         inside: the first level of a hierarchical message.
         taken: the share of compute that a message takes while it is under way.
         tree: the latency and the pace of a message that is sent over a tree, where that may be faster.
