@@ -68,6 +68,15 @@ def test_a_turn_spreads_an_outlier():
     assert errors[None] == 1.0 and errors[64] > 0.5, errors
 
 
+def test_a_half_precision_gradient_is_sent_before_its_cast():
+    def members(*transforms):
+        eqns = lower(*transforms, zt.overlap_grads()).graph.eqns
+        return {v.dtype for e in eqns if e.op is REDUCE_SCATTER for v in e.ins}
+
+    assert members() == members(zt.quantize_grads(4, 8, rotate=8)) == {torch.float32}
+    assert members(zt.quantize_grads(4, 8)) == {torch.bfloat16}
+
+
 def test_a_gradient_without_a_dim_to_turn_is_sent_as_it_is():
     assert "hadamard" not in str(lower(zt.quantize_grads(4, 8, rotate=64)))
     along_columns = lower(zt.quantize_grads(4, 8, rotate=8), dim=lambda path, leaf: 1)

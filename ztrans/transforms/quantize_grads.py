@@ -15,10 +15,12 @@ import torch
 
 from ..ir.collectives import row, rows, rules, sent_in
 from ..ir.graph import Eqn, Graph, Kept, Split, Var
+from ..ir.op_facts import CAST
 from ..ir.pairing import pair
 from ..ir.rewriter import Rewriter
 from ..ir.rules import Sizes
 from ..ir.wire_format import Coded
+from ..ops import HALF
 from .base import Transform, Where, check_where, constructor
 from .quantize_gathers import (
     Bits,
@@ -159,7 +161,9 @@ class _QuantizeGrads(Transform):
             sent = start.ins[0]
             before: list[Eqn] = []
             dim = _turned_dim(start, self.rotate)
-            if dim is not None:
+            if dim is None:
+                sent = _before_cast(sent, new.makers)
+            else:
                 turned = new.fresh(sent, ".turned")
                 before.append(Eqn(HADAMARD, (sent, dim, self.rotate), (turned,)))
                 sent = turned
@@ -191,6 +195,14 @@ class _QuantizeGrads(Transform):
 
     def _format(self, bits: int) -> Coded:
         return Coded(bits, self.block or _BLOCKS[bits])
+
+
+def _before_cast(term: Var, makers: Mapping[Var, Eqn]) -> Var:
+    """A half-precision gradient whose cast to fp32 is sent: its codes are the same, and it takes half the memory."""
+    cast = makers.get(term)
+    if cast is None or cast.op is not CAST or term.dtype != torch.float32:
+        return term
+    return cast.args[0] if cast.args[0].dtype in HALF else term
 
 
 def _with_error(
