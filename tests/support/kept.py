@@ -40,13 +40,18 @@ def coarse(x):
 
 @dataclass(frozen=True)
 class Lag(zt.Transform):
-    """Keep the parameters of the step before, and count the steps."""
+    """Keep the parameters of the step before, and the first ones whole, and count the steps."""
 
     phase = 1
 
     def keeps(self, leaves):
         copies = [ir.Kept(path, like=path, start="copy") for path in leaves]
-        return [*copies, ir.Kept("steps", like=(), dtype=torch.int64)]
+        first = [
+            ir.Kept(f"first.{path}", like=path, start="copy", layout="whole", dtype=torch.float64)
+            for path in leaves
+            if path == "params.up"
+        ]
+        return [*copies, *first, ir.Kept("steps", like=(), dtype=torch.int64)]
 
     def rewrite(self, graph):
         new = ir.Rewriter(graph)

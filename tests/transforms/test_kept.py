@@ -55,7 +55,9 @@ def test_a_copy_of_a_leaf_is_cut_like_it_and_a_leaf_with_a_shape_is_whole(stage)
         == ("f32[3,4]" if not stage else "f32[3@dp,4]")
     )
     assert leaves["lag.steps"] == "i64[]"
-    assert [*leaves][-3:] == [kept.name for kept in graph.kept]
+    assert leaves["lag.first.params.up"] == "f64[3,4]"
+    assert torch.equal(kept["lag"]["first.params.up"], PARAMS["up"].double())
+    assert [*leaves][-4:] == [kept.name for kept in graph.kept]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -108,7 +110,7 @@ def test_a_state_that_lacks_kept_leaves():
     step = Lag()(train_step)
     with pytest.raises(
         TypeError,
-        match=r"train_step: the state lacks lag.params.up, lag.params.down, lag.steps, which",
+        match=r"train_step: the state lacks lag.params.up, lag.params.down, lag.first.params.up, and 1 more, which",
     ):
         step(first_state(), X)
     whole = step.init(first_state())

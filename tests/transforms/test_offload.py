@@ -14,6 +14,7 @@ from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, distance, on_ranks, slices
 from ztrans.calling.host_memory import let_copies_end
 from ztrans.calling.inputs import check_memory
+from ztrans.calling.meta_leaves import ValuesOfMeta
 from ztrans.ir.copies import TO_HOST, is_copy
 from ztrans.ir.donation import donation
 from ztrans.planning.cost import memory
@@ -36,6 +37,13 @@ def trained(case, transforms, steps=STEPS, step=None):
         state, output = step(state, *each)
         outputs.append(pytree.tree_map(torch.clone, output))
     return state, outputs
+
+
+def test_the_moments_of_a_meta_state_are_zeros_on_the_host():
+    step = zt.offload(where="m", at_least=0)(lambda state, x: (state, x))
+    with ValuesOfMeta():
+        state = {"m": torch.zeros(4, device="meta")}
+    assert step.shard(state)["m"].tolist() == [0.0] * 4
 
 
 def test_the_difference_prints(golden):

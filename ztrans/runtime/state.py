@@ -150,8 +150,11 @@ def copied_state(state: State, shardings: Sequence[LeafSharding]) -> State:
         if isinstance(leaf, torch.Tensor):
             memory = sharding.memory
             leaf = _in_rows(leaf, sharding.rows)
-            copy = _stored(copied(leaf), sharding.dtype)
-            copy = copied_to(memory, copy) if memory != "device" else copy
+            copy = copied_to(memory, leaf) if memory != "device" else copied(leaf)
+            stored = _stored(copy, sharding.dtype)
+            # A cast leaves pinned memory.
+            is_cast = memory != "device" and stored is not copy
+            copy = copied_to(memory, stored) if is_cast else stored
             _record(copy, None, sharding)
             if not copy.is_meta:
                 mark_unwritten(copy, leaf)
