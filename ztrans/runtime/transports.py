@@ -131,11 +131,6 @@ class StreamTransports(Transports):
     ) -> Start:
         if channel is None:
             return super().start_module(eqn, sizes, coordinates, channel, lanes)
-        if wire_format(eqn, eqn.ins[0]).is_coded:
-            raise NotImplementedError(
-                f"ztrans: GPUs send no codes yet, so {eqn.out.base_name} cannot be sent as {eqn.kwargs['dtype']}.\n"
-                f"Leave out quantize_gathers and quantize_grads on GPUs."
-            )
         symmetric = self.streams.symmetric
         kind = message_kind(eqn, sizes, lanes)
 

@@ -21,7 +21,9 @@ import torch
 from ... import ops
 from ...ir.routes import share_of_exchange
 from ..channels import Channel
-from .nccl import PackedMessage, StreamedStart, all_to_all, rounds
+from . import coded_messages
+from .nccl import StreamedStart, all_to_all, rounds
+from .packed_message import PackedMessage
 
 
 class HierarchicalStart(StreamedStart):
@@ -75,15 +77,18 @@ class HierarchicalStart(StreamedStart):
         terms = [rows[host] for host in range(hosts.count) for rows in by_host]
         numel = sum(map(len, terms))
         room = numel * share_of_exchange(hosts, self.format, self.host_format)
+        sizes = [len(x) // hosts.local for x in terms]
+        if self.format.is_coded:
+            elements = coded_messages.part_elements(self, self.members_by_message[0])
+            sizes = [coded_messages.row_numel(self.host_format, elements)] * hosts.count
         # Both lanes use the sums, so they are allocated on the compute stream, which has launched nothing since the
         # packing that both lanes wait for.
-        sums = message.send_buffers[0].new_empty(
-            numel // hosts.local, dtype=self.host_format.carrier
-        )
+        sums = message.send_buffers[0].new_empty(sum(sizes), dtype=self.host_format.carrier)
         with self.streams.communicate(self.inside_lane):
-            sums_of_terms = sums.split([len(x) // hosts.local for x in terms])
+            rest = sums
             for batch in rounds([len(x) for x in terms], room):
-                self._sum_inside(terms[batch], sums_of_terms[batch])
+                mine, rest = rest.tensor_split([sum(sizes[batch])])
+                self._sum_inside(terms[batch], mine, sizes[batch])
         self.lane.wait_stream(self.inside_lane)
         peers = range(self.rank % hosts.local, self.size, hosts.local)
         with self.streams.communicate(self.lane):
@@ -93,8 +98,10 @@ class HierarchicalStart(StreamedStart):
             message.finish(received)
         return [*message.send_buffers, sums]
 
-    def _sum_inside(self, terms: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
-        """Reduce this host's terms for this rank and for its peers on the other hosts.
+    def _sum_inside(
+        self, terms: list[torch.Tensor], sums: torch.Tensor, lengths: Sequence[int]
+    ) -> None:
+        """Reduce this host's terms for this rank and for its peers on other hosts, into sums of these lengths.
 
         The terms for the ranks of one host are next to each other, so the terms of a single member are sent in place.
         """
@@ -107,4 +114,16 @@ class HierarchicalStart(StreamedStart):
         received = torch.empty_like(send_buffer)
         with self.inside.errors():
             all_to_all(received, send_buffer, self.inside.group, range(first, first + local))
-        self._reduce_rows(received.view(local, -1), sums, self.reduction_of_hosts, local)
+        rows = received.view(local, -1)
+        if self.format.is_coded:
+            self._sum_codes(rows, sums, len(lengths))
+        else:
+            self._reduce_rows(rows, sums.split(lengths), self.reduction_of_hosts, local)
+
+    def _sum_codes(self, rows: torch.Tensor, sums: torch.Tensor, hosts: int) -> None:
+        """Add the codes for some hosts, and encode each sum as it is sent to its host."""
+        sizes = coded_messages.part_elements(self, self.members_by_message[0]) * hosts
+        totals = [rows.new_empty(size, dtype=self.format.sum_dtype) for size in sizes]
+        reduction = self.reduction_of_hosts
+        coded_messages.sum_rows(self.format, rows, totals, sizes, reduction, len(rows))
+        coded_messages.pack(self.host_format, totals, sizes, 1, sums.view(1, -1))

@@ -7,7 +7,7 @@ NCCL would round terms of half precision at every hop, and lose a NaN in a maxim
 terms and reduce them in rank order, with sums of half precision in fp32. Between hosts they do this hierarchically if
 that sends fewer bytes (see `hierarchical`). An all_reduce of such terms is an exchange of the terms for each part,
 then a gather of the parts; if it is short, all ranks gather the terms. NCCL reduces all other terms. A mean is a sum
-that is then scaled.
+that is then scaled. Members that are sent as codes are in `coded_messages`.
 
 The calls are synchronous to torch, so they run on the current stream, which here is the lane of the communicator. Torch
 then holds no tensors for them and uses no stream of its own, and a CUDA graph captures them like kernels.
@@ -34,6 +34,8 @@ from ...ir.graph import Eqn
 from ...ops.kernel import FLOATS
 from ..channels import Channel
 from ..collectives import REDUCE_OPS, Future, Member, Start, as_bytes, from_bytes
+from . import coded_messages
+from .packed_message import PackedMessage, fill_values, moved_back
 from .streams import Done, Streams
 
 # What carries a collective. Terms that NCCL must not reduce are exchanged by all_to_all, or all "terms" are gathered.
@@ -60,25 +62,6 @@ class Transport:
 
     def __str__(self) -> str:
         return f"{_CALLS[self.way].format(self.collective)} ({self.reason})"
-
-
-@dataclass(frozen=True, eq=False)
-class PackedMessage:
-    """One message of a collective. Its functions launch work on the current stream.
-
-    Attributes:
-        send_buffers: the packed members; one buffer, except in a hierarchical message.
-        values: the values that the message delivers.
-        pack: fills `send_buffers`.
-        receive_buffer: returns the tensor that the collective fills, which may be a value or the send buffer.
-        finish: fills `values` from that tensor.
-    """
-
-    send_buffers: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    pack: Callable[[], object]
-    receive_buffer: Callable[[], torch.Tensor]
-    finish: Callable[[torch.Tensor], object]
 
 
 class StreamedStart(Start):
@@ -109,6 +92,8 @@ class StreamedStart(Start):
             ALL_TO_ALL: self._exchange_message,
         }
         self.message = make_message[self.collective]
+        if self.format.is_coded:
+            self.message = self._coded_message
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
@@ -193,6 +178,20 @@ class StreamedStart(Start):
         return options
 
     # ---- messages
+
+    def _coded_message(self, ks: list[int], members: Sequence[torch.Tensor]) -> PackedMessage:
+        if self.collective is ALL_GATHER:
+            return coded_messages.gather_message(self, ks, members)
+        arriving = self.host_format if self.transport.way == "hierarchical" else self.format
+        rows = self.arriving_rows
+        if self.collective is REDUCE_SCATTER:
+            return coded_messages.scatter_message(self, ks, members, arriving, rows)
+        return coded_messages.total_message(self, ks, members, arriving, rows, self._gather_parts)
+
+    def _gather_parts(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """Gather the parts of a total, on the current stream."""
+        with self.channel.errors():
+            self._call_gather([total], [part])
 
     def _gather_message(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
         sizes = [self.part_sizes[k] for k in ks]
@@ -353,8 +352,7 @@ class StreamedStart(Start):
             return
         part = total.view(self.size, -1)[self.rank]
         self._reduce_rows(terms, [part], self.reduction, self.divisor)
-        with self.channel.errors():
-            self._call_gather([total], [part])
+        self._gather_parts(total, part)
 
     # ---- values of what has arrived
 
@@ -383,23 +381,7 @@ class StreamedStart(Start):
         def fill(outs: list[torch.Tensor]) -> None:
             ops.sum_terms(terms, outs, sizes, self.reduction, self.divisor)
 
-        self._fill_values(fill, dtype, shapes, values)
-
-    def _fill_values(
-        self,
-        fill: Callable[[list[torch.Tensor]], None],
-        dtype: torch.dtype,
-        shapes: Sequence[tuple[int, ...]],
-        values: Sequence[torch.Tensor],
-    ) -> None:
-        """Have `fill` write flat tensors of `dtype`: the values, if they need no transposition and no cast."""
-        if self.dim == 0 and values[0].dtype == dtype:
-            fill([value.view(-1) for value in values])
-            return
-        flat = [values[0].new_empty(math.prod(shape), dtype=dtype) for shape in shapes]
-        fill(flat)
-        for x, value, shape in zip(flat, values, shapes):
-            value.copy_(x.view(shape).movedim(0, self.dim))
+        fill_values(fill, dtype, self.dim, shapes, values)
 
     def _scale(self, total: torch.Tensor) -> None:
         if self.reduction == "mean":
@@ -466,8 +448,3 @@ def _wait(work: Any) -> None:
 def _method(group: dist.ProcessGroup, *names: str) -> Callable:
     """A method of a process group, by the first of these names that this torch has: 2.13 renamed some."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
-
-
-def moved_back(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """A shape whose first dim is moved back to position `dim`."""
-    return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :]) if shape else ()

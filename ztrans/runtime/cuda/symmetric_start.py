@@ -11,7 +11,8 @@ import torch
 from ... import ops
 from ...ops.kernel import FLOATS
 from .copies import exchange_by_copies, gather_by_copies
-from .nccl import PackedMessage, StreamedStart, moved_back
+from .nccl import StreamedStart
+from .packed_message import PackedMessage, fill_values, moved_back
 from .symmetric import Buffer, gather, scatter
 
 
@@ -83,6 +84,6 @@ class SymmetricStart(_BufferedStart):
             read(self.buffer.memory, send_buffer, outs, sizes, spins=self.buffer.spins)
 
         def finish(received: torch.Tensor) -> None:
-            self._fill_values(fill, read_dtype, shapes, values)
+            fill_values(fill, read_dtype, self.dim, shapes, values)
 
         return PackedMessage([send_buffer], values, pack, lambda: send_buffer, finish)
