@@ -125,6 +125,17 @@ def test_programs_have_no_race_and_the_host_never_waits(mesh, name, stage, chain
     assert cuda.peak <= 1.02 * (with_packing(low) - inputs) + 512
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_codes_have_no_race_and_the_host_never_waits(mesh, stage):
+    """Members, codes and values are read on the streams that own them, for gathers and for reductions."""
+    codes = (zt.quantize_gathers(block=16), zt.quantize_grads(bits=4, block=16))
+    low, local = lowered(mesh, "mlp_momentum", stage, (*codes, *ALL))
+    sent = {str(e.kwargs.get("dtype")) for e in low.graph.eqns if is_start(e)}
+    assert {"i8/16", "i4/16"} <= sent
+    cuda = play(low, local, mesh)
+    assert cuda.races == []
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_state_may_be_written_when_a_step_returns(mesh, monkeypatch, waits):
     """The gathers for the next step are under way then, but their members are packed. Without the wait it is a race."""

@@ -1,7 +1,8 @@
 """Messages of codes on GPUs. One launch encodes all members, and one decodes all values or adds all terms.
 
-A gather moves the codes of all ranks. A reduction to parts exchanges the codes of terms, as half precision; an
-all_reduce then gathers the codes of the totals. Between hosts a sum may be sent in another format.
+A gather moves the codes of all ranks. They are decoded at the wait, so a value takes no memory before. A reduction to
+parts exchanges the codes of terms, as half precision; an all_reduce then gathers the codes of the totals. Between hosts
+a sum may be sent in another format.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ def gather_message(
     shapes = [start.shapes[k] for k in ks]
     rows = [shard.movedim(start.dim, 0) for shard in shards]
     send_buffer = new_rows(start.format, 1, sizes, shards[0])
-    values = _new_values(start, ks, shapes, shards[0])
+    # In the memory of compute, which reads it after the wait.
+    received = new_rows(start.format, start.size, sizes, shards[0])
 
-    def receive_buffer() -> torch.Tensor:
-        return new_rows(start.format, start.size, sizes, send_buffer).view(-1)
-
-    def finish(received: torch.Tensor) -> None:
-        _decode(start, received.view(start.size, -1), sizes, shapes, values)
+    def decode() -> list[torch.Tensor]:
+        values = _new_values(start, ks, shapes, received)
+        _decode(start, received, sizes, shapes, values)
+        return values
 
     return PackedMessage(
-        [send_buffer.view(-1)],
-        values,
-        lambda: pack(start.format, rows, sizes, 1, send_buffer),
-        receive_buffer,
-        finish,
+        send_buffers=[send_buffer.view(-1)],
+        values=[],
+        pack=lambda: pack(start.format, rows, sizes, 1, send_buffer),
+        receive_buffer=lambda: received.view(-1),
+        finish=lambda received: None,
+        decode=decode,
     )
 
 

@@ -108,12 +108,18 @@ class StreamedStart(Start):
                 message.pack()
         buffers = self._send(messages)
         done = Done(streams, self.lane, self.lane.record_event(), buffers)
-        values: dict[int, torch.Tensor] = {}
-        for ks, message in zip(self.members_by_message, messages):
-            values.update(zip(ks, message.values))
-        if self.dtypes:
-            values = from_bytes(values, self.dtypes)
-        future = Future(done, lambda: values)
+
+        # The messages themselves would keep their send buffers alive.
+        delivered = [(ks, m.values, m.decode) for ks, m in zip(self.members_by_message, messages)]
+
+        def finish() -> dict[int, torch.Tensor]:
+            values: dict[int, torch.Tensor] = {}
+            for ks, filled, decode in delivered:
+                values.update(zip(ks, decode() if decode else filled))
+            delivered.clear()
+            return from_bytes(values, self.dtypes) if self.dtypes else values
+
+        future = Future(done, finish)
         return tuple(Member(future, k) for k in range(len(members)))
 
     def release_members(self) -> None:

@@ -19,6 +19,7 @@ class PackedMessage:
         pack: fills `send_buffers`.
         receive_buffer: returns the tensor that the collective fills, which may be a value or the send buffer.
         finish: fills `values` from that tensor.
+        decode: returns the values at the wait, where compute launches the work; None if `values` has them before.
     """
 
     send_buffers: Sequence[torch.Tensor]
@@ -26,6 +27,7 @@ class PackedMessage:
     pack: Callable[[], object]
     receive_buffer: Callable[[], torch.Tensor]
     finish: Callable[[torch.Tensor], object]
+    decode: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 def fill_values(
