@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from ... import ops
-from ...ir.collectives import ALL_REDUCE
 from ...ir.layout import chunk
 from ...ir.wire_format import Coded, Format
 from ..collectives import Start
@@ -54,7 +53,7 @@ def scatter_message(
     start: Start, ks: Sequence[int], terms: Sequence[torch.Tensor], arriving: Format, rows: int
 ) -> PackedMessage:
     """A reduction to parts of members of `start`, of which `rows` terms or sums of hosts arrive."""
-    sizes = part_elements(start, ks)
+    sizes = part_elements(start, ks, False)
     shapes = [start.part_shape(k) for k in ks]
     parts = [term.movedim(start.dim, 0) for term in terms]
     send_buffer = new_rows(start.format, start.size, sizes, terms[0])
@@ -86,7 +85,7 @@ def total_message(
     gather: Gather,
 ) -> PackedMessage:
     """An all_reduce of members of `start`: each rank adds a part of the terms, then all gather the totals."""
-    sizes = part_elements(start, ks)
+    sizes = part_elements(start, ks, True)
     shapes = [start.shapes[k] for k in ks]
     send_buffer = new_rows(start.format, start.size, sizes, terms[0])
     values = _new_values(start, ks, shapes, terms[0])
@@ -109,9 +108,9 @@ def total_message(
     )
 
 
-def part_elements(start: Start, ks: Sequence[int]) -> list[int]:
-    """The elements of each rank's part of members: of an all_reduce, which splits no dim, of all elements in order."""
-    if start.collective is ALL_REDUCE:
+def part_elements(start: Start, ks: Sequence[int], of_totals: bool) -> list[int]:
+    """The elements of each rank's part of members. An all_reduce, `of_totals`, splits no dim, but all elements."""
+    if of_totals:
         return [chunk(math.prod(start.shapes[k]), start.size) for k in ks]
     return [start.part_sizes[k] for k in ks]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ... import ops
+from ...ir.collectives import rules
 from ...ir.routes import share_of_exchange
 from ..channels import Channel
 from . import coded_messages
@@ -37,8 +38,14 @@ class HierarchicalStart(StreamedStart):
         self.hosts = self.channel.hosts
         self.is_exchanged = True
         self.arriving_rows = self.hosts.count
-        self.arriving_dtype = self.host_format.carrier
+        self.arriving_format = self.host_format
+        eqn = common[0]
+        self.of_totals = rules(eqn).halves(eqn) is not None
         self.members_by_message = [list(range(len(self.outs)))]
+
+    def _part_elements(self) -> list[int]:
+        """The elements of a part of each member that is sent as codes."""
+        return coded_messages.part_elements(self, self.members_by_message[0], self.of_totals)
 
     def join(self) -> None:
         self.streams.join(self.inside_lane)
@@ -79,7 +86,7 @@ class HierarchicalStart(StreamedStart):
         room = numel * share_of_exchange(hosts, self.format, self.host_format)
         sizes = [len(x) // hosts.local for x in terms]
         if self.format.is_coded:
-            elements = coded_messages.part_elements(self, self.members_by_message[0])
+            elements = self._part_elements()
             sizes = [coded_messages.row_numel(self.host_format, elements)] * hosts.count
         # Both lanes use the sums, so they are allocated on the compute stream, which has launched nothing since the
         # packing that both lanes wait for.
@@ -122,7 +129,7 @@ class HierarchicalStart(StreamedStart):
 
     def _sum_codes(self, rows: torch.Tensor, sums: torch.Tensor, hosts: int) -> None:
         """Add the codes for some hosts, and encode each sum as it is sent to its host."""
-        sizes = coded_messages.part_elements(self, self.members_by_message[0]) * hosts
+        sizes = self._part_elements() * hosts
         totals = [rows.new_empty(size, dtype=self.format.sum_dtype) for size in sizes]
         reduction = self.reduction_of_hosts
         coded_messages.sum_rows(self.format, rows, totals, sizes, reduction, len(rows))

@@ -82,18 +82,22 @@ class StreamedStart(Start):
         self.transport = transport
         self.is_exchanged = transport.way in ("all_to_all", "terms", "copied")
         self.divisor = self._divisor(channel.hosts, transport.way == "hierarchical")
-        # How many terms arrive for each part of a reduction, and their dtype.
+        # How many terms arrive for each part of a reduction, and how.
         self.arriving_rows = self.size if self.is_exchanged else 1
-        self.arriving_dtype = self.wire
+        self.arriving_format = self.format
         make_message = {
             ALL_GATHER: self._gather_message,
             REDUCE_SCATTER: self._scatter_message,
             ALL_REDUCE: self._reduce_message,
             ALL_TO_ALL: self._exchange_message,
         }
-        self.message = make_message[self.collective]
         if self.format.is_coded:
-            self.message = self._coded_message
+            make_message |= {
+                ALL_GATHER: self._coded_gather_message,
+                REDUCE_SCATTER: self._coded_scatter_message,
+                ALL_REDUCE: self._coded_total_message,
+            }
+        self.message = make_message[self.collective]
 
     def forward(self, *members: torch.Tensor) -> tuple[Member, ...]:
         streams = self.streams
@@ -185,14 +189,16 @@ class StreamedStart(Start):
 
     # ---- messages
 
-    def _coded_message(self, ks: list[int], members: Sequence[torch.Tensor]) -> PackedMessage:
-        if self.collective is ALL_GATHER:
-            return coded_messages.gather_message(self, ks, members)
-        arriving = self.host_format if self.transport.way == "hierarchical" else self.format
-        rows = self.arriving_rows
-        if self.collective is REDUCE_SCATTER:
-            return coded_messages.scatter_message(self, ks, members, arriving, rows)
-        return coded_messages.total_message(self, ks, members, arriving, rows, self._gather_parts)
+    def _coded_gather_message(self, ks: list[int], shards: Sequence[torch.Tensor]) -> PackedMessage:
+        return coded_messages.gather_message(self, ks, shards)
+
+    def _coded_scatter_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+        arriving = self.arriving_format, self.arriving_rows
+        return coded_messages.scatter_message(self, ks, terms, *arriving)
+
+    def _coded_total_message(self, ks: list[int], terms: Sequence[torch.Tensor]) -> PackedMessage:
+        arriving = self.arriving_format, self.arriving_rows
+        return coded_messages.total_message(self, ks, terms, *arriving, self._gather_parts)
 
     def _gather_parts(self, total: torch.Tensor, part: torch.Tensor) -> None:
         """Gather the parts of a total, on the current stream."""
@@ -248,15 +254,15 @@ class StreamedStart(Start):
         rows = self.arriving_rows
 
         def receive_buffer() -> torch.Tensor:
-            return new(rows * total, dtype=self.arriving_dtype)
+            return new(rows * total, dtype=self.arriving_format.carrier)
 
         def finish(received: torch.Tensor) -> None:
             terms = received.view(rows, total)
-            if self.reduction in ("sum", "mean") and self.arriving_dtype in FLOATS:
+            if self.reduction in ("sum", "mean") and self.arriving_format.carrier in FLOATS:
                 self._sum(terms, sizes, shapes, values)
                 return
             if self.is_exchanged:
-                reduced = new(total, dtype=self.arriving_dtype)
+                reduced = new(total, dtype=self.arriving_format.carrier)
                 self._reduce_rows(terms, [reduced], self.reduction, self.divisor)
             else:
                 reduced = received
@@ -335,7 +341,7 @@ class StreamedStart(Start):
                 1 if self.transport.way == "terms" else self.size
             )  # ranks that reduce a part each
             numel = self.arriving_rows * len(send_buffer) // ranks
-            return new(numel, dtype=self.arriving_dtype)
+            return new(numel, dtype=self.arriving_format.carrier)
 
         def finish(received: torch.Tensor) -> None:
             if self.is_exchanged:
