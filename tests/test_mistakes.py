@@ -65,6 +65,8 @@ def lifted(model, optimizer=torch.optim.SGD, target=4, **options):
         (zt.overlap_grads, "@zt.overlap_grads()"),
         (zt.prefetch, "@zt.prefetch()"),
         (zt.fuse_cast_gather, "@zt.fuse_cast_gather()"),
+        (zt.quantize_gathers, "@zt.quantize_gathers()"),
+        (zt.quantize_grads, "@zt.quantize_grads()"),
         (zt.remat, "@zt.remat()"),
         (zt.delay_weight_grads, "@zt.delay_weight_grads()"),
     ],

@@ -40,15 +40,15 @@ def test_the_program_prints(golden):
     assert str(lower(zt.quantize_gathers(block=16), zt.fuse_cast_gather())) == golden
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_forward_and_backward_read_rounded_parameters_and_the_update_exact_ones(bits):
+@pytest.mark.parametrize("bits, ranks", [(8, 2), (4, 3)])
+def test_forward_and_backward_read_rounded_parameters_and_the_update_exact_ones(bits, ranks):
     def reference(state, x, y):
         params = {k: rounded(w, bits) for k, w in state["params"].items()}
         grads, loss = grad_and_value(loss_fn)(params, x, y)
         return updated(state, grads), loss
 
     zt.testing.check_laws(
-        zt.quantize_gathers(bits, ROW), step, new_state(), batch(), reference=reference, worlds=(2, 3),
+        zt.quantize_gathers(bits, ROW), step, new_state(), batch(), reference=reference, worlds=(ranks,),
         stages=(1, 2, 3), unsharded=False,
     )  # fmt: skip
 
@@ -179,6 +179,24 @@ def test_micro_batches_read_one_reference():
         torch.testing.assert_close(
             kept_split["quantize_gathers"][path], reference, rtol=0.1, atol=0.01
         )
+
+
+def test_moments_have_no_references():
+    everywhere = zt.quantize_gathers(4, ROW, of="differences", where="*")
+    (_, kept), _, _ = trained(everywhere, stage=2, steps=1)
+    assert [*kept["quantize_gathers"]] == ["params.up", "params.bias", "params.down"]
+
+
+def test_references_and_errors_with_replicas_on_two_hosts():
+    """What is reduced over hosts is rounded once more; parameters are those of one host to that rounding."""
+    kept = DIFFERENCES, zt.quantize_grads(8, ROW, error_feedback=True)
+    replicas = {"mesh": zt.AbstractMesh(host=2, dp=2), "axis": "dp", "replicate_axis": "host"}
+    (state, leaves), _, lowered = trained(*kept, ranks=4, stage=2, **replicas)
+    (one_host, _), _, _ = trained(*kept, ranks=4, stage=2)
+    for k, w in one_host["params"].items():
+        assert (state["params"][k] - w).norm() < 0.01 * w.norm()
+    assert leaves["quantize_grads"]["params.up"].shape == (4, 16, ROW)
+    assert "i8/16, axis=host" in str(lowered)
 
 
 def test_parameters_that_are_stored_in_bf16_have_references_in_fp32():

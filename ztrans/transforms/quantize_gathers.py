@@ -228,13 +228,15 @@ def kept_parameters(
 ) -> list[str]:
     """The paths of the parameters for each of which a transform keeps a leaf: by default the matrices at "params".
 
+    In a state that has "params", `where` chooses among them: a moment that it matches is never gathered or reduced.
+
     Raises: ValueError if there are none.
     """
-    paths = []
-    for path, leaf in leaves.items():
-        is_default = where is None and is_parameter(path) and _is_matrix(path, leaf)
-        if is_default or (where is not None and matches(where, path, leaf)):
-            paths.append(path)
+    candidates = [path for path in leaves if is_parameter(path)]
+    if where is not None and not candidates:
+        candidates = [*leaves]
+    chosen = _is_matrix if where is None else where
+    paths = [path for path in candidates if matches(chosen, path, leaves[path])]
     if not paths:
         which = "matrices at 'params'" if where is None else f"leaves where {where!r}"
         raise ValueError(
