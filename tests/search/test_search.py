@@ -162,6 +162,24 @@ def test_a_step_without_equal_layers_is_planned_whole():
     assert "mesh" not in rows.code()
 
 
+def test_codes_that_a_step_leaves_open_are_tried():
+    """Over the slow link the winner sends codes, over the fast one it does not; each says so in its text."""
+    state = {"w0": torch.ones(256, 256), "w1": torch.ones(256, 256)}
+
+    def step(state, x):
+        loss = lambda w: (x @ w["w0"] @ w["w1"]).square().mean()
+        grads = torch.func.grad(loss)(state)
+        return {name: w - grads[name] for name, w in state.items()}, None
+
+    auto = zt.chain(zt.shard_params(zt.AbstractMesh(dp=4)), zt.quantize_gathers("auto"))(step)
+    few = {"micro_batches": (1,), "stage": (3,), "tile": (0,), "on_host": ("nothing",)}
+    for bandwidth, codes in ((1e11, False), (1e7, True)):
+        machines = zt.cluster("cpu", dp=zt.Link("wire", 1e-6, bandwidth))
+        rows = zt.search(auto, state, torch.ones(4, 256), cluster=machines, seconds=1e6, knobs=few)
+        assert ("zt.quantize_gathers()" in rows[0].code()) == codes
+        assert "bits=" not in rows[0].code()
+
+
 def test_kinds_of_layers_are_cut_each_for_itself():
     """Every third layer is wide: 12 narrow ones and 6 wide ones, whose times add up to that of the whole."""
 

@@ -241,6 +241,26 @@ def _with_order(
     return _with(setting, accumulate(micro, order=order)) if micro > 1 else None
 
 
+def _codes(start: Start) -> Sequence[Any]:
+    """Whether messages are codes, where the step leaves that open."""
+    return (False, True) if any(map(_is_open, start.setting.transforms)) else ()
+
+
+def _is_open(transform: Transform) -> bool:
+    """Whether a transform has `bits="auto"`."""
+    return transform.variants_change_bits and len(transform.variants) > 1
+
+
+def _with_codes(start: Start, setting: Setting, codes: bool) -> Setting | None:
+    transforms: list[Transform] = []
+    for t in setting.transforms:
+        if not _is_open(t):
+            transforms.append(t)
+        elif codes:
+            transforms.append(t.variants[-1])
+    return dataclasses.replace(setting, transforms=tuple(transforms))
+
+
 def _with_tiles(start: Start, setting: Setting, tokens: int) -> Setting | None:
     return _with(setting, tile(tokens)) if tokens else setting
 
@@ -281,6 +301,7 @@ KNOBS: tuple[Knob, ...] = (
         lambda yes: "a replica on each host" if yes else "",
         only=(False, True),
     ),
+    Knob("codes", _codes, _with_codes, lambda yes: "codes" if yes else "", only=(False, True)),
     Knob(
         "tile",
         lambda start: (0, 4096),

@@ -111,8 +111,9 @@ def search(
         cluster: the devices and links, by default H100s on InfiniBand.
         knobs: the values to try of some knobs, in place of all: {"stage": (3,), "micro_batches": (1, 2)}. There are
             micro_batches, into which the batch is cut; order, "batches" or "layers"; stage, the ZeRO stage; replicas,
-            whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; tile, the tokens in a
-            tile of the loss, or 0; and on_host, "nothing", "activations", "moments" or "everything".
+            whether each host has a replica (HSDP), for an AbstractMesh whose axis is `by_host`; codes, whether a
+            transform with `bits="auto"` stays; tile, the tokens in a tile of the loss, or 0; and on_host, "nothing",
+            "activations", "moments" or "everything".
         seconds: the time of the processor after which to stop, once a setting is planned. The notes say how many
             settings were not planned.
 
