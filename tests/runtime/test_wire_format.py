@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.peers.memory import Peak, lent
-from tests.support.fake_cuda import FakeCuda
 from tests.support.mailbox import channels
 from ztrans.ir.collectives import all_gather, coalesce, reduce, rules
 from ztrans.ir.graph import Eqn, Graph, Partial, Provenance, Split, Var
@@ -19,10 +18,8 @@ from ztrans.ir.routes import Hosts, route_of
 from ztrans.ir.wire_format import Coded, format_of
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.contract import message_lines
-from ztrans.runtime.cuda.streams import Streams
 from ztrans.runtime.hierarchical import HierarchicalMessage
 from ztrans.runtime.inductor import codec
-from ztrans.runtime.transports import StreamTransports
 
 I8, I4, E4M3 = Coded(8, 256), Coded(4, 64), Coded(8, 16, "fp8")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -305,16 +302,4 @@ def test_a_wait_holds_one_sum_and_no_decoded_term():
         total = wait(started[0][0])
     assert torch.equal(total, torch.ones(1, 1 << 20))
     assert peak.bytes - before < 10 << 20
-    del groups
-
-
-def test_gpus_refuse_codes():
-    transports = StreamTransports(Streams(FakeCuda()))
-    _, groups, (channel, _) = channels(Hosts(2))
-    with pytest.raises(NotImplementedError) as error:
-        transports.start_module(CASES["scatter"], {"dp": 2}, {"dp": 0}, channel, 1)
-    assert str(error.value) == (
-        "ztrans: GPUs send no codes yet, so f0 cannot be sent as i8/256.\n"
-        "Leave out quantize_gathers and quantize_grads on GPUs."
-    )
     del groups
