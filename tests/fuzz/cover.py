@@ -28,6 +28,7 @@ def pairs(case: Case) -> set[Hashable]:
     """The pairs of a case: of each part with its stage, and of each transform with the way to take gradients."""
     program, options = case.program, case.options
     transforms = {transform.name for transform in (*options.before, *options.after, *options.tiles)}
+    transforms |= {transform.name for transform in options.averages}
     if options.local is not None:
         transforms.add("local_steps")
     parts = {

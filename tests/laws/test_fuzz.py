@@ -63,6 +63,7 @@ def test_every_kind_of_part_comes_up():
         *("remat", "delay_weight_grads", "overlap_grads", "fuse_cast_gather"),
         *("offload", "owned_updates"),
     }
+    assert any(case.options.averages for case in cases)
     assert any(case.options.prefetch and case.options.budget for case in cases)
     formats = {t.name for case in cases for t in case.options.codes}
     assert formats == {"quantize_gathers", "quantize_grads"}
