@@ -19,7 +19,7 @@ from .running_order import fused_within_peak, with_grouped_updates
 from .runtime.carried import CarryingExecutable
 from .runtime.cuda.graph_capture import Capture, check_values, placed, with_rates
 from .runtime.cuda.half_gradients import half_gradients, inputs_on_gpu
-from .runtime.cuda.half_weights import HalfWeights, with_half_weights
+from .runtime.cuda.half_weights import HalfWeights, half_copies, with_half_weights
 from .runtime.cuda.stored_updates import stored_updates
 from .runtime.executable import Executable, executable, step_executable
 from .runtime.failure import Writes
@@ -57,8 +57,11 @@ def make_runner(
     cast_ahead: bool,
     writes: Writes,
     watcher: Watcher | None,
-) -> tuple[Runner, HalfWeights | None]:
-    """What runs a program on the device of these inputs, and the copies of parameters that are its hidden leaves."""
+) -> tuple[Runner, Sequence[HalfWeights]]:
+    """What runs a program on the device of these inputs, and the copies of parameters that it takes and returns too."""
+    half_weights = [half_copies(graph, local)] if graph.hidden else []
+    for copies in half_weights:
+        local = copies.inserted(local)
     # A scalar in fp64 may be a learning rate, and fused optimizers on a GPU read it only in fp32.
     has_rates = any(x.is_cuda and x.dtype == torch.float64 and not x.ndim for x in local)
     if has_rates or cuda_graph:
@@ -66,11 +69,11 @@ def make_runner(
     on_gpu = inputs_on_gpu(graph, local)
     graph = stored_updates(graph, on_gpu)
     graph = half_gradients(graph, on_gpu, of_products=backend.fuses)
-    half_weights = None
     if cast_ahead:
-        graph, half_weights = with_half_weights(graph, local, backend.fuses)
-    if half_weights is not None:
-        local = half_weights.inserted(local)
+        graph, on_device = with_half_weights(graph, local, backend.fuses)
+        if on_device is not None:
+            local = on_device.inserted(local)
+            half_weights.append(on_device)
     if cuda_graph:
         check_values(graph)
         local = placed(graph, local)

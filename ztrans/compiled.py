@@ -71,7 +71,7 @@ class LocalProgram(NamedTuple):
         writes: whether the runner has begun to write the state.
         session: the session of its mesh; None in one process.
         contract: what all ranks of the mesh must do alike; None without a mesh.
-        half_weights: the hidden copies of parameters in half precision; None if there are none.
+        half_weights: the hidden copies of parameters in half precision, in the order in which they are inserted.
         changed_leaves: the positions of the leaves of the state that a step changes.
         device: the GPU that it runs on; None on a CPU.
     """
@@ -81,7 +81,7 @@ class LocalProgram(NamedTuple):
     writes: Writes
     session: Session | None = None
     contract: Contract | None = None
-    half_weights: HalfWeights | None = None
+    half_weights: Sequence[HalfWeights] = ()
     changed_leaves: Sequence[int] = ()
     device: torch.device | None = None
 
@@ -182,9 +182,8 @@ class Compiled(Printed):
         numbers = [i for i, leaf in enumerate(inputs.state) if not isinstance(leaf, torch.Tensor)]
         with self._step(inputs, numbers) as (run, tensors):
             outputs = run(tensors)
-        half_weights = self._local_program.half_weights
-        if half_weights is not None:
-            half_weights.remove_from(outputs)
+        for copies in self._local_program.half_weights:
+            copies.remove_from(outputs)
         # The storage of a leaf now holds its new value. Return the leaf that the caller passed, maybe a DTensor.
         for i, leaf in enumerate(inputs.state):
             if isinstance(leaf, torch.Tensor):
@@ -202,7 +201,8 @@ class Compiled(Printed):
         """Run the program on a call that its guard has recognised. Returns the call's own state, updated in place."""
         with self._step(inputs) as (run, tensors):
             outputs = run(tensors)
-        output = pytree.tree_unflatten(outputs[self.graph.num_state :], self._output_tree)
+        end = len(outputs) - len(self.graph.hidden)
+        output = pytree.tree_unflatten(outputs[self.graph.num_state : end], self._output_tree)
         return call.state, output
 
     @functools.cached_property
@@ -282,14 +282,12 @@ class Compiled(Printed):
                 self.binding.local_program = local_program
             runner = local_program.runner
             tensors = inputs.tensors
-            if local_program.half_weights is not None:
-                tensors = local_program.half_weights.inserted(tensors)
-                local_program.half_weights.refresh(inputs)
             names = self._names_of_results
-            if local_program.half_weights is not None:
-                n = len(inputs.state)
-                copies = ["a copy in half precision"] * len(local_program.half_weights.copies)
-                names = [*names[:n], *copies, *names[n:]]
+            for copies in local_program.half_weights:
+                tensors = copies.inserted(tensors)
+                copies.refresh(inputs)
+                place = len(names) if copies.place is None else copies.place
+                names[place:place] = ["a copy in half precision"] * len(copies.copies)
             # It writes nothing, so a failure leaves the state whole.
             with ending_together(graph.name, inputs.state, session, Writes()):
                 if session is not None:
@@ -315,8 +313,8 @@ class Compiled(Printed):
         if local_program is None:
             return
         local_program.runner.close()
-        if local_program.half_weights is not None:
-            local_program.half_weights.forget()
+        for copies in local_program.half_weights:
+            copies.forget()
 
     @ends_at_user
     def tune(self, *args: Any, steps: int = 3, **kwargs: Any) -> tuple[Compiled, Tuning]:
@@ -392,9 +390,8 @@ class Compiled(Printed):
                 check_launched(session, name)
             local_program = self.binding.local_program or self._new_local_program(local, state)
             runner = local_program.runner
-            half_weights = local_program.half_weights
-            if half_weights is not None:
-                local = half_weights.inserted(local)
+            for copies in local_program.half_weights:
+                local = copies.inserted(local)
             uses_carried = runner.uses_carried(inputs)
             if session is not None:
                 self._agree(session, local_program, local, state, uses_carried, numbers)
@@ -410,16 +407,16 @@ class Compiled(Printed):
             with running(name, state, session, local_program.writes):
                 if session is not None and not uses_carried:
                     session.drop_carried()
-                if half_weights is not None:
-                    half_weights.refresh(inputs)
+                for copies in local_program.half_weights:
+                    copies.refresh(inputs)
                 yield runner, local
 
             # The replay of a CUDA graph and kernels of Inductor do not increment the versions of what they write.
             changed = [inputs.tensors[i] for i in local_program.changed_leaves]
             torch.autograd.graph.increment_version(changed)
             runner.step_ended(inputs)
-            if half_weights is not None:
-                half_weights.step_ended(inputs)
+            for copies in local_program.half_weights:
+                copies.step_ended(inputs)
 
     @contextlib.contextmanager
     def _telling_refusals(self) -> Iterator[None]:

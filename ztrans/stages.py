@@ -64,6 +64,7 @@ from .report.progress import stage
 from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
 from .rewrites.across_steps import gathers_before
+from .rewrites.half_copies import copies_of
 from .runtime.codegen import to_fx
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.mesh import check_runs, device_memory
@@ -576,7 +577,8 @@ class Lowered(Printed):
             own_state = replica_state(graph, state, place)
             inputs = self._inputs_of_rank(rank, own_state, batches[rank])
             leaves = [x.contiguous() for x in inputs[:num_state]]
-            ranks.append(on_rank(graph, leaves, place) + inputs[num_state:])
+            own = on_rank(graph, leaves, place)
+            ranks.append([*own, *inputs[num_state:], *copies_of(graph, own)])
         # There is no step before this one, so it also runs the gathers that such a step would have started.
         if graph.carried:
             gathered = lockstep(gathers_before(graph), ranks)
@@ -585,8 +587,8 @@ class Lowered(Printed):
 
         new_leaves = join_state(graph, results)
         tree = recording.tree_of_results(graph.added)
-        # The last results are futures for the next step.
-        end = num_state + len(graph.results)
+        # The last results are copies of leaves and futures for the next step.
+        end = num_state + len(graph.results) - len(graph.hidden)
         outputs = []
         for result in results:
             new_state, output = pytree.tree_unflatten([*new_leaves, *result[num_state:end]], tree)

@@ -40,7 +40,7 @@ PART = 4096  # tokens of a part of the loss
 
 
 class Case(NamedTuple):
-    """A row: a number of ranks, sequences for each, the limit in GiB, and what it may take with 32 layers."""
+    """A row: a number of ranks, sequences for each in all micro-batches, the limit in GiB, and what it may take."""
 
     ranks: int
     sequences: int
@@ -49,6 +49,7 @@ class Case(NamedTuple):
     link: str = "pcie5"
     gradients: bool = False
     across_steps: bool = False
+    micro: int = 1
     times_compute: float = math.inf
     times_device: float = math.inf
 
@@ -58,6 +59,7 @@ CASES = (
     Case(1, 4, 70, clips=True, across_steps=True, times_compute=1.08),
     Case(1, 4, 18, clips=True, gradients=True, across_steps=True, times_compute=1.08),
     Case(1, 8, 36),
+    Case(1, 4, 18, micro=4),
     Case(8, 1, 10, across_steps=True, times_device=1.03),
 )
 
@@ -116,7 +118,8 @@ def lowered(case: Case, config: Config, *transforms: zt.Transform) -> Lowered:
     machines = zt.cluster(device, host_link=case.link, **links)
     shard = zt.shard_params(zt.AbstractMesh(dp=case.ranks))
     schedules = (zt.fuse_cast_gather(), zt.overlap_grads(), zt.prefetch(memory=limit))
-    step = zt.chain(shard, *transforms, *schedules)(make_step(config, case.clips))
+    micro = (zt.accumulate(case.micro),) if case.micro > 1 else ()
+    step = zt.chain(*micro, shard, *transforms, *schedules)(make_step(config, case.clips))
     tokens = torch.empty(case.sequences, SEQUENCE + 1, dtype=torch.int64, device="meta")
     return step.trace(init(config, 1), tokens).lower(cluster=machines)
 
@@ -138,6 +141,7 @@ class Row(NamedTuple):
         case = self.case
         updates = "clipped" if case.clips else "early"
         options = [updates, *(o for o in ("gradients", "across_steps") if getattr(case, o))]
+        options += [f"{case.micro} micro-batches"] if case.micro > 1 else []
         updates = ", ".join(options if self.where != "device" else [updates])
         ratio = f"{self.times_device:.3f}" if self.times_device else ""
         figures = [

@@ -322,6 +322,8 @@ class Graph:
         micro: the number of micro-batches; the program is written for one of them (see `micro_batches`).
         donated: arguments that the program may overwrite, each with the result that replaces it.
         carried: the number of futures of gathers that pass from step to step (see `across_steps`).
+        hidden: for each of the last arguments, which the caller does not pass, the position of the leaf of the state
+            that it is a copy of. The last results are the copies of the new leaves (see `half_copies`).
         transforms: the transforms that were applied, in order.
         added: the names of the outputs that transforms added.
         kept: the leaves that transforms added to the state, after the leaves of the user's state.
@@ -342,6 +344,7 @@ class Graph:
     micro: int = 1
     donated: tuple[tuple[Var, Var], ...] = ()
     carried: int = 0
+    hidden: tuple[int, ...] = ()
     added: tuple[str, ...] = ()
     kept: tuple[Kept, ...] = ()
 
@@ -411,6 +414,16 @@ class Graph:
     def results(self) -> tuple[Any, ...]:
         """The outputs after the state and before the carried futures."""
         return self.outputs[self.num_state : len(self.outputs) - self.carried]
+
+    @property
+    def hidden_inputs(self) -> tuple[Var, ...]:
+        """The copies of leaves that the program takes from the step before."""
+        return self.arguments[len(self.arguments) - len(self.hidden) :]
+
+    @property
+    def hidden_outputs(self) -> tuple[Var, ...]:
+        """The copies of leaves that the program returns for the next step."""
+        return self.results[len(self.results) - len(self.hidden) :]
 
     @property
     def carried_inputs(self) -> tuple[Var, ...]:

@@ -253,7 +253,8 @@ def _with_marks_replaced(
             eqns.append(replacements.get(e, e))
 
     # A sum is added up in the storage of its input.
-    donated = []
+    returned = set(variables(outputs))
+    donated = [(old, new) for old, new in graph.donated if new in returned]
     for e in replacements.values():
         first = e.args[0]  # a list, if the equation joins values
         if isinstance(first, Var) and first in new_inputs:
@@ -264,6 +265,7 @@ def _with_marks_replaced(
         outputs=outputs,
         micro=1,
         donated=tuple(donated),
+        hidden=(),
     )
 
 

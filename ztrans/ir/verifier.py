@@ -32,7 +32,7 @@ def check(graph: Graph) -> Graph:
     - A collective has a provenance, and its axis belongs to the mesh. Its members and results agree in number and
       shape, and a gather sends values that are split.
     - The number of neighbours divides the ranks of their axis.
-    - Every leaf of the state is returned with its old type.
+    - Every leaf of the state, and every hidden copy of one, is returned with its old type.
 
     Raises: ProgramError that names the equation.
     """
@@ -55,6 +55,7 @@ def check(graph: Graph) -> Graph:
     _check_outputs(graph, values)
     _check_state(graph)
     _check_carried(graph)
+    _check_hidden(graph)
     return graph
 
 
@@ -156,6 +157,12 @@ def _check_carried(graph: Graph) -> None:
             raise ProgramError(f"{new} is carried but is not a gather of the new state")
         if not old.future or not old.is_like(new):
             raise ProgramError(f"the step before has started {old}, and this one starts {new}")
+
+
+def _check_hidden(graph: Graph) -> None:
+    for old, new in zip(graph.hidden_inputs, graph.hidden_outputs, strict=True):
+        if not isinstance(new, Var) or not old.is_like(new):
+            raise ProgramError(f"{old}, a copy of a leaf, comes back as {new}")
 
 
 def check_interface(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +30,12 @@ from ..ir.collectives import lane, rules
 from ..ir.copies import is_copy, other_memory
 from ..ir.dependencies import grouped
 from ..ir.donation import donation, first_write
-from ..ir.graph import Eqn, Graph, Var, producers, users
+from ..ir.graph import Eqn, Graph, MemoryKind, Var, producers, users
 from ..ir.liveness import liveness
 from ..ir.printer import format_bytes
 from ..ir.rewriter import reordered
 from ..rewrites.carried_copies import carriable_copies, carry_copies
+from ..rewrites.half_copies import with_half_copies
 from ..rewrites.update_groups import may_change_places
 from .buffers import by_memory, device_bytes, live_bytes, local_bytes, storages
 from .cluster import Cluster
@@ -77,7 +78,8 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
 
     The peak of memory does not rise. If a transform names a limit, it may rise up to that. Values that stay on the
     device save copies and take the room in which other copies start early, and copies that go on after the step delay
-    those of the next one. So there are several placements, and the fastest is taken.
+    those of the next one. So there are several placements, and the fastest is taken. Copies of leaves in half precision
+    on the host (see `half_copies`) are tried with that one.
     """
     if not any(map(is_copy, graph.eqns)):
         return graph
@@ -93,13 +95,24 @@ def place_copies(graph: Graph, cluster: Cluster) -> Graph:
         program = keep_arrivals(graph, (share * room).astype(np.int64))
         if len(program.eqns) < len(programs[-1].eqns):
             programs.append(program)
-    placed = []
-    for carries in (True, False) if graph.hints.carry_copies else (False,):
-        for program in programs:
-            placed.append(_placed(_in_sets(program, allowed), cluster, allowed, carries))
-    if len(placed) == 1:
-        return placed[0]
-    return min(placed, key=lambda program: simulate(program, cluster).seconds)
+    choices = [(program, False) for program in programs]
+    if graph.hints.carry_copies:
+        choices = [*((program, True) for program in programs), *choices]
+
+    def placed(choice: tuple[Graph, bool]) -> Graph:
+        program, carries = choice
+        return _placed(_in_sets(program, allowed), cluster, allowed, carries)
+
+    def seconds(program: Graph) -> float:
+        return simulate(program, cluster).seconds
+
+    found = [placed(choice) for choice in choices]
+    best = min(range(len(found)), key=lambda i: seconds(found[i])) if len(found) > 1 else 0
+    program, carries = choices[best]
+    in_half = with_half_copies(program)
+    if in_half is program or any(_full_memories(in_half, cluster)):
+        return found[best]
+    return min(found[best], placed((in_half, carries)), key=seconds)
 
 
 def room_for_copies(graph: Graph) -> int:
@@ -140,10 +153,8 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
 
     Raises: HostIsFull if it does.
     """
-    for kind, peak in memory(graph).other_peaks.items():
+    for kind, peak in _full_memories(graph, cluster):
         capacity = cluster.tiers[kind].capacity
-        if peak <= capacity:
-            continue
         has_leaves = any(v.memory == kind for v in graph.state)
         advice = "Choose fewer leaves with `where`" if has_leaves else f"Move less to the {kind}"
         ranks = more_ranks(graph, kind, peak, capacity)
@@ -153,6 +164,13 @@ def check_host_memory(graph: Graph, cluster: Cluster) -> None:
             f"offload: {graph.name} keeps {format_bytes(peak)} in the memory of the {kind}, and a rank has "
             f"{format_bytes(capacity)} there: zt.cluster(..., {kind}_memory={capacity:.0f}).\n{advice}."
         )
+
+
+def _full_memories(graph: Graph, cluster: Cluster) -> Iterator[tuple[MemoryKind, int]]:
+    """The memories in which a program keeps more than a rank may use there, and how much."""
+    for kind, peak in memory(graph).other_peaks.items():
+        if peak > cluster.tiers[kind].capacity:
+            yield kind, peak
 
 
 def copied_when_needed(graph: Graph, set_bytes: int = 0) -> Graph:

@@ -171,7 +171,8 @@ def _shared_numbers(graph: Graph) -> dict[int, str]:
         read_alike.update(eqn.ins)
     names = {}
     for i, v in enumerate(graph.arguments, graph.num_state):
-        if v in read_alike and v not in graph.batch:
+        is_number = v not in graph.batch and v.memory == "device"  # and no copy of a leaf
+        if v in read_alike and is_number:
             names[i] = v.name
     return names
 

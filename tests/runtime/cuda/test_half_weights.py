@@ -80,7 +80,7 @@ def on_gpu(monkeypatch):
 
 
 def copies(run) -> list[torch.Tensor]:
-    return run.binding.local_program.half_weights.copies
+    return run.binding.local_program.half_weights[0].copies
 
 
 def weights(state) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ def weights(state) -> list[torch.Tensor]:
 def counted(run, monkeypatch) -> list[int]:
     """The numbers of casts of each later step, while it runs."""
     numbers = []
-    half_weights = run.binding.local_program.half_weights
+    (half_weights,) = run.binding.local_program.half_weights
     refresh = half_weights.refresh
 
     def counting(inputs):
@@ -143,7 +143,7 @@ def test_the_same_bits(name, backend, on_gpu, monkeypatch):
     numbers = None
     for step in range(4):
         check_equal_steps(subjects, states, step)
-        half_weights = subjects[1].binding.local_program.half_weights
+        (half_weights,) = subjects[1].binding.local_program.half_weights
         leaves = pytree.tree_leaves(states[1])
         assert len(half_weights.copies) == (3 if backend == "eager" else 2)
         for place, copy in zip(half_weights.positions, half_weights.copies):
@@ -434,4 +434,4 @@ def test_what_stays_as_it_is():
         assert rewritten(sharded.lower(state, X[:4]).graph)[1] is None
     run = lowered()[0].compile(cast_ahead=True)
     run(clone(state), X)
-    assert run.binding.local_program.half_weights is None
+    assert run.binding.local_program.half_weights == []

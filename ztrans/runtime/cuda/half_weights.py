@@ -11,10 +11,11 @@ writes the copies too: 2 bytes for each parameter, where a cast reads 4 and writ
 casts. The kernel of `ops/fused_adamw.py` does this, and so do Inductor's kernels for elementwise updates, on CPUs too.
 
 `with_half_weights` rewrites the program, and `HalfWeights` keeps the copies from step to step. They are leaves of the
-program's state that the user does not see. A copy is used if the parameter is the very tensor that the previous step
-returned, and PyTorch's version counter shows no change since. Otherwise the parameter is cast before the step. So any
-other state may be passed, in any order. The counter does not see writes through `.data`, by a collective of
-torch.distributed, or by a kernel that PyTorch does not know.
+program's state that the user does not see, or, if they are on the host, its last arguments (see `half_copies`). A copy
+is used if the parameter is the very tensor that the previous step returned, and PyTorch's version counter shows no
+change since. Otherwise the parameter is cast before the step. So any other state may be passed, in any order. The
+counter does not see writes through `.data`, by a collective of torch.distributed, or by a kernel that PyTorch does not
+know.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...calling.host_memory import EMPTY_IN, let_copies_end
 from ...calling.inputs import Inputs
 from ...calling.leaf_records import Snapshot
 from ...ir.graph import Eqn, Graph, Var, producers
@@ -37,34 +39,41 @@ from ...ops import HALF
 
 @dataclass
 class HalfWeights:
-    """The half-precision copies of parameters, which are hidden leaves of a program's state.
+    """The half-precision copies of parameters that a program takes and returns, and the user does not see.
 
     Attributes:
-        num_state: the number of leaves that the user sees. The copies come after them.
+        place: how many of the inputs, and of the outputs, come before the copies; None if these are the last.
         positions: the positions of the parameters among these leaves.
         copies: the copy of each parameter.
     """
 
-    num_state: int
+    place: int | None
     positions: Sequence[int]
     copies: Sequence[torch.Tensor]
     _parameters: list[Snapshot] = field(default_factory=list)  # as the last step left them
 
     def inserted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the program: the inputs that the user sees, and the copies."""
-        return [*tensors[: self.num_state], *self.copies, *tensors[self.num_state :]]
+        place = len(tensors) if self.place is None else self.place
+        return [*tensors[:place], *self.copies, *tensors[place:]]
 
     def remove_from(self, outputs: list[Any]) -> None:
         """Remove the copies from the outputs of the program."""
-        del outputs[self.num_state : self.num_state + len(self.copies)]
+        place = len(outputs) - len(self.copies) if self.place is None else self.place
+        del outputs[place : place + len(self.copies)]
 
     def refresh(self, inputs: Inputs) -> None:
         """Cast the parameters that have changed since the last step, before a step on these inputs."""
         parameters = self._parameters
         self._parameters = []  # until this step has succeeded
+        changed = []
         for k, (position, copy) in enumerate(zip(self.positions, self.copies)):
             if not parameters or not parameters[k].is_unchanged(inputs, position):
-                copy.copy_(inputs.tensors[position])
+                changed.append((inputs.tensors[position], copy))
+        if self.place is None and changed:
+            let_copies_end()
+        for parameter, copy in changed:
+            copy.copy_(parameter)
 
     def step_ended(self, inputs: Inputs) -> None:
         """Record that a step on these inputs has succeeded, and has written the copies."""
@@ -73,6 +82,15 @@ class HalfWeights:
     def forget(self) -> None:
         """Let the next step cast all parameters."""
         self._parameters = []
+
+
+def half_copies(graph: Graph, tensors: Sequence[torch.Tensor]) -> HalfWeights:
+    """The copies on the host that are the last arguments of a program; `tensors` are its inputs."""
+    copies = []
+    for position, v in zip(graph.hidden, graph.hidden_inputs):
+        like = torch.empty_like(tensors[position], dtype=v.dtype, device="meta")
+        copies.append(EMPTY_IN[v.memory](like))
+    return HalfWeights(None, graph.hidden, copies)
 
 
 def with_half_weights(
