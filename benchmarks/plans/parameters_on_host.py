@@ -59,7 +59,7 @@ CASES = (
     Case(1, 4, 70, clips=True, across_steps=True, times_compute=1.08),
     Case(1, 4, 18, clips=True, gradients=True, across_steps=True, times_compute=1.08),
     Case(1, 8, 36),
-    Case(1, 4, 18, micro=4),
+    Case(1, 4, 48, micro=4),
     Case(8, 1, 10, across_steps=True, times_device=1.03),
 )
 
