@@ -175,7 +175,7 @@ class Options:
 
 
 def _codes(chance: Random) -> tuple[zt.Transform, ...]:
-    """Formats of short blocks, so that small leaves have several."""
+    """Formats of short blocks, so that small leaves have several, and perhaps state in bf16."""
 
     def block() -> int:
         return chance.choice([2, 6, 16])
@@ -187,7 +187,11 @@ def _codes(chance: Random) -> tuple[zt.Transform, ...]:
         between=chance.choice([None, 8, 4]),
         rotate=chance.choice([None, None, 2, 4]),
     )
-    return tuple(chance.choice([[gathers], [grads], [gathers, grads]]))
+    chosen = chance.choice([[gathers], [grads], [gathers, grads]])
+    if chance.random() < 0.5:
+        rounding = chance.choice(["stochastic", "stochastic", "nearest"])
+        chosen.append(zt.store(torch.bfloat16, where="*", rounding=rounding, seed=3))
+    return tuple(chosen)
 
 
 def some(path: str, leaf: torch.Tensor) -> bool:

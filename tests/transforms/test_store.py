@@ -180,6 +180,16 @@ def test_gathers_send_half_of_the_bytes_and_casts_to_bf16_and_back_vanish():
     assert not casts_of_parameters(stored)
 
 
+def test_casts_of_constants_stay():
+    def step(state, x):
+        constant = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+        return {"w": state["w"] + constant.to(torch.float32) * x}, x.sum()
+
+    step = zt.store(torch.bfloat16, rounding="nearest")(step)
+    new, _ = step(step.shard({"w": torch.zeros(5)}), torch.ones(()))
+    assert new["w"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_restart_goes_on_with_the_same_bits(tmp_path):
     step = STORE(adam)
     zt.save(tmp_path / "a", trained(step, steps=2)).result()

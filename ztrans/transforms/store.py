@@ -194,5 +194,5 @@ def _without_round_trips(graph: Graph) -> Graph:
 
 
 def _casts(e: Eqn) -> bool:
-    """Whether an equation casts a value and does nothing else."""
-    return e.op is CAST and e.kwargs.keys() == {"dtype"}
+    """Whether an equation casts a value, not a constant, and does nothing else."""
+    return e.op is CAST and len(e.ins) == 1 and e.kwargs.keys() == {"dtype"}
