@@ -170,6 +170,15 @@ def test_what_only_moves_data_changes_no_bit_of_differences(name):
     assert same_bits(found, expected)
 
 
+def test_layers_in_order_have_the_bits_of_micro_batches():
+    kept = DIFFERENCES, zt.quantize_grads(4, ROW, rotate=4, error_feedback=True)
+    *layers, _ = trained(*kept, zt.accumulate(2, order="layers"), stage=2)
+    *batches, _ = trained(
+        *kept, zt.accumulate(2, keep="whole"), zt.overlap_grads(update="last"), stage=2
+    )
+    assert same_bits(layers, batches)
+
+
 def test_micro_batches_read_one_reference():
     (whole, kept), _, _ = trained(DIFFERENCES, stage=2)
     (split, kept_split), _, _ = trained(DIFFERENCES, zt.accumulate(2), stage=2)
