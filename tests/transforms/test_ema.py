@@ -81,6 +81,14 @@ def test_averages_are_updated_on_shards(stage, extra):
     assert averaged and all(v.is_like(leaves[v.name.removeprefix("ema.")]) for v in averaged)
 
 
+def test_one_call_updates_all_averages():
+    model, adam, loop_step = lifted()
+    step, state = zt.lift(loop_step, model, adam)
+    plain = zt.Step.of(step).lower(state, BATCHES[0]).cost_analysis()
+    averaging = zt.ema(0.9)(step).lower(state, BATCHES[0]).cost_analysis()
+    assert (averaging.calls, averaging.launches) == (plain.calls + 1, plain.launches + 1)
+
+
 def test_it_obeys_the_laws():
     case = CASES["mlp_momentum"]
     batch = batches(case, 1)[0]
