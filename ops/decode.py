@@ -111,7 +111,7 @@ def decode_rows(
 def codes_and_scale(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and scales of a run, int8[blocks, bytes of a block] and float32[blocks, 1]."""
     scales = run.scales.clone(memory_format=torch.contiguous_format)  # so that they are aligned
-    return run.codes.flatten(0, 1), scales.view(torch.float32).view(-1, 1)
+    return run.codes.flatten(0, 1).contiguous(), scales.view(torch.float32).view(-1, 1)
 
 
 def decoder(

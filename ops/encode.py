@@ -122,7 +122,7 @@ def reference(
             missing = run.codes.shape[1] * block - x.shape[1]
             if missing:
                 x = torch.nn.functional.pad(x, (0, missing))
-            codes, scale = encode(x.reshape(-1, block), bits, kind)
+            codes, scale = encode(x.reshape(-1, block).contiguous(), bits, kind)
             run.codes.copy_(codes.view(run.codes.shape))
             run.scales.copy_(scale.view(torch.uint8).view(run.scales.shape))
 
@@ -170,7 +170,9 @@ def encode_blocks(x: torch.Tensor, bits: int, kind: str) -> tuple[torch.Tensor, 
     x = x.to(torch.float32)
     greatest = x.abs().amax(-1, keepdim=True)
     scale = torch.nn.functional.threshold(greatest, LEAST, 0.0).clamp(max=MOST)
-    scale = torch.where(greatest < math.inf, scale / GREATEST[kind, bits], math.nan)
+    # A GPU would multiply by the reciprocal of a Python number, which rounds twice.
+    divisor = torch.full((), GREATEST[kind, bits], device=x.device)
+    scale = torch.where(greatest < math.inf, scale / divisor, math.nan)
     y = x * (1 / scale)
     if kind == "fp8":
         codes = y.to(torch.float8_e4m3fn).view(torch.int8)

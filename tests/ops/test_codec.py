@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ztrans import ops
 from ztrans.ir.wire_format import Coded
@@ -238,3 +240,12 @@ def test_many_runs_of_blocks_have_the_codes_of_one(monkeypatch):
     codes, values = encode(x, form), arrived(x, form)
     monkeypatch.setattr(importlib.import_module("ztrans.ops.encode"), "RUN", 256 * 3)
     assert torch.equal(encode(x, form), codes) and torch.equal(arrived(x, form), values)
+
+
+def test_plain_torch_divides_on_a_gpu():
+    """If the divisor were a number on the host, PyTorch would multiply by its reciprocal, which rounds twice."""
+    blocks = importlib.import_module("ztrans.ops.encode").encode_blocks
+    with FakeTensorMode():
+        graph = make_fx(lambda x: blocks(x, 8, "fp8"))(torch.empty(4, 64, device="cuda")).graph
+    (division,) = [n for n in graph.nodes if "div" in str(n.target)]
+    assert division.args[1].meta["val"].device.type == "cuda"
