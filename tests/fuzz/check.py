@@ -175,7 +175,11 @@ def _check_alone(program: Program, traced: zt.stages.Traced, batches: list) -> N
 
 
 def _check_codes(case: Case, batches: list) -> None:
-    """With messages in codes or state in bf16, which fp64 does not become, schedules and fusion change no bit."""
+    """With messages in codes or state in bf16, which fp64 does not become, schedules change no bit.
+
+    Both programs fuse casts with gathers: what that moves before a gather, such as a maximum, is of parameters that no
+    code has rounded.
+    """
     program, options = case.program, case.options
     with doubles(torch.float32):
         state, narrow = pytree.tree_map(_single, (program.state(), batches))
@@ -188,14 +192,15 @@ def _check_codes(case: Case, batches: list) -> None:
             return
         tiles = _with_possible_tiles(options, traced).tiles
         sharding = (options.sharding, *options.codes, *tiles)
-        plain = _through(traced, *sharding).lower()
+        fusion = [t for t in (*options.before, *options.after) if t == zt.fuse_cast_gather()]
+        plain = _through(traced, *sharding, *fusion).lower()
         chain = (*options.before, *sharding, *options.after, zt.prefetch())
         scheduled = _through(traced, *chain).lower()
         _check_figures(scheduled)
         wanted, found = (_steps(each, state, narrow) for each in (plain, scheduled))
     if not _equal(found, wanted):
         far = distance(found, wanted)
-        raise Wrong(f"schedules and fusion change bits of codes: {far:.3g}")
+        raise Wrong(f"schedules change bits of codes: {far:.3g}")
 
 
 def _check_averages(case: Case, batches: list) -> None:

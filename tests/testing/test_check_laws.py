@@ -122,8 +122,9 @@ def test_every_transform_is_checked():
         if getattr(getattr(zt, name), "__module__", "").startswith("ztrans.transforms.")
         and isinstance(getattr(zt, name), types.FunctionType)
     }
-    # shard_params is in each world; chain, sharding_rule and the reductions of a step make no transform.
-    assert checked == functions - {"shard_params", "chain", "sharding_rule"}
+    # shard_params is in each world; chain, sharding_rule and the reductions of a step make no transform. The leaves of
+    # store have another dtype, and the laws compare leaves of one: its own tests round a step by hand.
+    assert checked == functions - {"shard_params", "chain", "sharding_rule", "store"}
 
 
 def test_on_one_rank_one_stage_is_checked(monkeypatch):
