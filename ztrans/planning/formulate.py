@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import chain
 
@@ -19,7 +20,8 @@ from ..ir.graph import Eqn, Graph, Region, Var, producers
 from ..ir.layout import bytes_on_first_rank
 from ..ir.op_facts import is_matmul
 from ..ir.rules import Sizes
-from ..rewrites.update_groups import group_updates, may_change_places
+from ..ir.structure import structure
+from ..rewrites.update_groups import group_updates, may_change_places, may_share_call
 from .buffers import local_bytes
 from .cluster import Cluster
 from .cost import launches, memory_traffic
@@ -29,6 +31,7 @@ from .durations import (
     messages,
     product_share,
     shared_launch_seconds,
+    signature,
     transfers,
 )
 from .eager_updates import EagerGroup, eager_groups
@@ -219,6 +222,59 @@ def with_arrivals(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
         release = min(max(gathers[i].release, place), gathers[i].use)
         gathers[i] = gathers[i]._replace(release=release)
     return dataclasses.replace(problem, gathers=tuple(gathers))
+
+
+def with_least_seconds(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
+    """The problem whose operations take the least seconds of all placements of copies, for a bound.
+
+    Copies that stand between equal updates in the skeleton can be placed around them (see `place_copies`).
+    """
+    if not any(map(is_copy, s.graph.eqns)):
+        return problem
+    duration = _least_seconds(s, cluster)
+    groups = eager_groups(s) if problem.updates else ()
+    floating = _floating(groups)
+    updates = []
+    for update, group in zip(problem.updates, groups):
+        seconds = sum(duration[e] for e in group.eqns)
+        updates.append(update._replace(seconds=seconds, launches=()))
+    return dataclasses.replace(
+        problem,
+        seconds=tuple(0.0 if e in floating else duration[e] for e in s.ops),
+        updates=tuple(updates),
+    )
+
+
+def _least_seconds(s: Skeleton, cluster: Cluster) -> dict[Eqn, float]:
+    """The least seconds of each equation: updates that some order computes in one call have one launch.
+
+    Which updates are equal depends on the updates next to them. So all updates with the same operation and literals, on
+    arguments of the same types, count as equal. A leaf that is copied to the device again may have stayed there.
+    """
+    duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
+    skeleton_launches = launches(s.graph)
+    measured_seconds = dict(cluster.measured)
+    arrivals = [e for e in s.graph.eqns if is_copy(e) and e.out.memory == "device"]
+    times_copied = Counter(e.ins[0] for e in arrivals)
+    for e in arrivals:
+        if times_copied[e.ins[0]] > 1:
+            duration[e] = 0.0
+
+    first: dict[Hashable, Eqn] = {}
+    least_launch: dict[Hashable, float] = {}
+    for e in s.ops:
+        if not may_share_call(e) or not skeleton_launches[e].kernels:
+            continue
+        if measured_seconds and signature(e, s.graph) in measured_seconds:
+            continue
+        call = structure(e, lambda v: (v.dtype, not v.shape))
+        launch_seconds = shared_launch_seconds(e, s.graph, cluster)
+        duration[e] -= launch_seconds
+        first.setdefault(call, e)
+        least_launch[call] = min(launch_seconds, least_launch.get(call, launch_seconds))
+    for call, e in first.items():
+        duration[e] += least_launch[call]
+    return duration
 
 
 def _release(s: Skeleton, sources: Sequence[Eqn], use: int) -> int:

@@ -6,13 +6,15 @@ gathers that the step before has started are in no problem.
 
 from __future__ import annotations
 
+from ..ir.copies import is_copy
 from ..ir.graph import Graph
 from ..ir.micro_batches import micro_batch_programs
 from ..rewrites.across_steps import carried_starts, without_gathers_of
+from ..rewrites.half_copies import with_half_copies
 from .buffers import local_bytes
 from .cluster import Cluster
 from .cost import bytes_of_others
-from .formulate import formulate
+from .formulate import formulate, with_least_seconds
 from .simulate import simulate
 from .skeleton import skeleton
 from .solver.bound import bound
@@ -32,6 +34,16 @@ def lower_bound(
         cluster: the speeds.
         peak: the bytes that may be live in every order.
     """
+    # The plan has kept copies of leaves in half precision on the host, or not, whichever is faster.
+    unordered_programs = dict.fromkeys((unordered, with_half_copies(unordered)))
+    bounds = [_bound(graph, each, lever_options, cluster, peak) for each in unordered_programs]
+    return min((each for each in bounds if each is not None), default=None)
+
+
+def _bound(
+    graph: Graph, unordered: Graph, lever_options: tuple[str, ...], cluster: Cluster, peak: int
+) -> tuple[float, str] | None:
+    """As `lower_bound`, for the copies that `unordered` has."""
     # Each micro-batch is bounded by itself, so the bytes of the others are taken from the peak.
     peak -= min(bytes_of_others(graph, micro_batch_programs(graph)).values())
     options = tuple(dict.fromkeys((*cluster.neighbours(unordered.axes), *lever_options)))
@@ -53,11 +65,12 @@ def lower_bound(
     bottleneck = ""
     for part, times in micro_batch_programs(unordered).runs:
         order = skeleton(part, options)
-        if order.gathers or order.reductions:
-            result = bound(formulate(order, cluster, peak))
+        if order.gathers or order.reductions or any(map(is_copy, part.eqns)):
+            problem = with_least_seconds(formulate(order, cluster, peak), order, cluster)
+            result = bound(problem)
             seconds, bottleneck = result.seconds, result.binds
         else:
-            # Without planned collectives there is one order.
+            # Without planned collectives and copies there is one order.
             seconds, bottleneck = simulate(part, cluster).seconds, "compute"
         total += times * seconds
     return total, bottleneck

@@ -102,6 +102,12 @@ def is_scalar_arithmetic(e: Eqn) -> bool:
     return bool(e.ins) and not any(v.shape or v.layout for v in (*e.ins, *e.results))
 
 
+def may_share_call(e: Eqn) -> bool:
+    """Whether one call may compute an update together with equal ones, in some order of the program."""
+    has_one_call = is_fused_update(e) or has_list_form(e) or is_scalar_arithmetic(e)
+    return may_change_places(e) and (has_one_call or is_read_of_host(e))
+
+
 def is_read_of_host(e: Eqn) -> bool:
     """Whether an equation reads a scalar as a Python number. A vector of such scalars is read in one call."""
     return e.op is ITEM and isinstance(e.out, Number)
@@ -179,9 +185,9 @@ def _regrouped(
     groups: dict[Hashable, list[Eqn]] = {}
     for e in run:
         number = numbering.number(e)
-        has_one_call = is_fused_update(e) or has_list_form(e) or is_scalar_arithmetic(e)
-        # The scalars that the run computes form a vector already.
-        has_one_call |= is_read_of_host(e) and numbering.is_computed(e.ins[0])
+        # Only the scalars that the run computes form a vector already.
+        reads_tensor = is_read_of_host(e) and not numbering.is_computed(e.ins[0])
+        has_one_call = may_share_call(e) and not reads_tensor
         key = (number, part_of.get(e, 0)) if has_one_call and may_move(e) else e
         groups.setdefault(key, []).append(e)
     return _ordered(run, list(map(tuple, groups.values())))
