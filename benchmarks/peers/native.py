@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,12 +40,19 @@ def plain(task: Task, compile: bool = False, fused: bool = True) -> Callable[[],
     return loop(task, task.model(), compile, fused)
 
 
-def ddp(task: Task, compile: bool = False, bucket: float = 25) -> Callable[[], Tensor]:
+def ddp(
+    task: Task, compile: bool = False, bucket: float = 25, rank: int = 0
+) -> Callable[[], Tensor]:
+    """DDP, whose gradients are sent in bf16 if the task is; or by PowerSGD, as matrices of a low `rank`."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(
         task.model(), gradient_as_bucket_view=True, bucket_cap_mb=bucket
     )
-    if task.bf16:
+    if rank:
+        # It begins after the second step, the earliest that the hook allows with error feedback.
+        state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook)
+    elif task.bf16:
         # In a lambda, as DDP accepts the hook itself only with NCCL.
         model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
     return loop(task, model, compile)

@@ -49,6 +49,13 @@ SUBJECTS = (
     Subject("compute alone, torch.compile", "native:plain", COMPILED, alone=True),
     Subject("DDP", "native:ddp"),
     Subject("DDP, torch.compile", "native:ddp", COMPILED),
+    Subject(
+        "DDP, PowerSGD",
+        "native:ddp",
+        {"rank": 4},
+        precisions=("bf16",),
+        remark="gradients as matrices of rank 4",
+    ),
     Subject("FSDP2", "native:fsdp", remark="as documented"),
     Subject("FSDP2, torch.compile", "native:fsdp", COMPILED, remark="as documented"),
     Subject("FSDP2, tuned", "native:fsdp", {"tuned": True}, remark=TUNED),
@@ -87,6 +94,20 @@ SUBJECTS = (
             {"stage": stage, "backend": "inductor"},
         )
         for stage in (0, 1, 2, 3)
+    ),
+    *(
+        Subject(
+            f"ztrans stage {stage}, {name}",
+            "ztrans:lifted",
+            {"stage": stage, "gathers": gathers, "grads": grads},
+            precisions=("bf16",),
+        )
+        for stage, name, gathers, grads in (
+            (3, "int8", {}, {}),
+            (3, "int8 or bf16", {"bits": "auto"}, {"bits": "auto"}),
+            (3, "int8 and int4 gradients", {}, {"bits": 4}),
+            (2, "int4 differences and gradients", {"bits": 4, "of": "differences"}, {"bits": 4}),
+        )
     ),
     Subject("ztrans stage 3, remat", "ztrans:lifted", {"stage": 3, "remat": True}),
     Subject(

@@ -55,8 +55,18 @@ def clone(x: object) -> object:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) -> Lifted:
-    """In bf16, stage 0 uses autocast, as DDP does. From stage 1 on parameters are cast, as by FSDP2 and DeepSpeed."""
+def lifted(
+    task: Task,
+    stage: int,
+    backend: str = "eager",
+    remat: bool = False,
+    gathers: dict | None = None,
+    grads: dict | None = None,
+) -> Lifted:
+    """A step of a stage. In bf16, stage 0 uses autocast, as DDP does; other stages cast parameters, as FSDP2 does.
+
+    `gathers` and `grads` are the options of `quantize_gathers` and `quantize_grads`, if there are to be any.
+    """
     model, batch = task.model(), task.batch()
     optimizer = adamw(model.parameters())
 
@@ -80,7 +90,13 @@ def lifted(task: Task, stage: int, backend: str = "eager", remat: bool = False) 
     # outputs="local", as the other subjects do not average their losses over the ranks either.
     shard = zt.shard_params(mesh, axis="dp", stage=stage, reduce_dtype=dtype, outputs="local")
     step, state = zt.lift(loop_step, model, optimizer)
-    more = (zt.remat(),) if remat else ()
+    more: list[zt.Transform] = []
+    if remat:
+        more.append(zt.remat())
+    if gathers is not None:
+        more.append(zt.quantize_gathers(**gathers))
+    if grads is not None:
+        more.append(zt.quantize_grads(**grads))
     step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), zt.fuse_cast_gather(), *more)(step)
     lowered = step.lower(step.shard(state), *batch, cluster=zt.calibrate(mesh))
     subject = Lifted(lowered, lambda: step.shard(state), batch, backend)

@@ -1,0 +1,1 @@
+"""What coded messages and state in bf16 cost in loss."""
