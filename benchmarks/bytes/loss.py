@@ -122,8 +122,8 @@ def run(way: Way, seed: int, steps: int, text: Tensor) -> Losses:
         tokens = draw(text[:-HELD_OUT], seed * steps + i, BATCH, CONFIG.sequence)
         parts = tokens.chunk(2)
         lowered = lowered or step.lower(state, parts[0])
-        state, loss = lowered.lockstep(state, [(x,) for x in parts])
-        losses.train.append(loss.item())
+        state, outputs = lowered.lockstep(state, [(x,) for x in parts])
+        losses.train.append(outputs[0].item())  # the mean of all ranks
         if i % EVERY == EVERY - 1:
             inner = state[0] if isinstance(state, tuple) else state
             losses.held_out.append(loss_of({k: p.float() for k, p in inner["params"].items()}))
