@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from .calling.call import BoundCall, StepFunction
+from .calling.inputs import check_state
 from .calling.kept import KeptLeaves, WithKept, joined, parted
 from .calling.trees import leaf_names
 from .ir.graph import Kept
@@ -37,12 +38,17 @@ class StepState:
         return leaf_names(self.function.parameters(1), (state,))
 
     def shardings(self, state: Any) -> list[LeafSharding]:
-        """How each leaf of a state lies on the mesh between steps, in the order of the leaves in its tree."""
+        """How each leaf of a state lies on the mesh between steps, in the order of the leaves in its tree.
+
+        Raises: TypeError if a leaf is neither a tensor nor a number.
+        """
+        names, paths = self.names(state)
+        leaves = pytree.tree_leaves(state)
+        check_state(paths, leaves)
         kept = {leaf.name: leaf for leaf in self.kept_in(state)}
-        names, _ = self.names(state)
         return [
             sharding_of(self.transforms, name, leaf, kept.get(name))
-            for name, leaf in zip(names, pytree.tree_leaves(state))
+            for name, leaf in zip(names, leaves)
         ]
 
     @property

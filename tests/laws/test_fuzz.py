@@ -66,7 +66,7 @@ def test_every_kind_of_part_comes_up():
     assert any(case.options.averages for case in cases)
     assert any(case.options.prefetch and case.options.budget for case in cases)
     formats = {t.name for case in cases for t in case.options.codes}
-    assert formats == {"quantize_gathers", "quantize_grads"}
+    assert formats == {"quantize_gathers", "quantize_grads", "store"}
     every = set().union(*map(pairs, cases))
     covered = set().union(*(pairs(Case.of(seed)) for seed in SEEDS))
     assert every <= covered, "python -m tests.fuzz.cover"

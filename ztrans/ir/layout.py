@@ -180,7 +180,8 @@ def localize(eqn: Eqn, sizes: Mapping[str, int], coordinates: Mapping[str, int])
     if eqn.op.overloadpacket is aten.squeeze:
         return eqn.replace(op=aten.squeeze.dims, args=(eqn.args[0], _squeezed_dims(*eqn.args)))
     # Only a size among the arguments is global. Other operations infer their sizes from local arguments.
-    eqn = with_size(eqn, local_shape(out, sizes, coordinates))
+    if _arguments(eqn.op, _SHAPES):
+        eqn = with_size(eqn, local_shape(out, sizes, coordinates))
     args = list(eqn.args)
     for k in _arguments(eqn.op, _OFFSETS):
         if k < len(args):

@@ -120,6 +120,7 @@ def route_of(eqn: Eqn, sizes: Sizes, hosts: Hosts, gloo: bool) -> Route:
         hosts: the hosts of the ranks of its axis.
         gloo: whether gloo sends it, or else NCCL.
 
+    >>> import torch
     >>> from ztrans.ir import Partial, Split, Var, reduce
     >>> g = Var("g", torch.float32, (8,), (Partial("dp", "sum"),))
     >>> scatter = reduce([g], ["f"], "dp", "sum", Split("dp"))

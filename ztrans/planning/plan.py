@@ -229,7 +229,7 @@ def member_names(buckets: NamedBuckets) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     """The numbers of buckets and of their members, and what the program sends by mesh axis and role."""
     counts = []
-    for kind, buckets in (("gather", plan.gathers), ("reduction", plan.reductions)):
+    for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
         if buckets:
             members = counted(len(member_names(buckets)), kind)
             counts.append(f"{members} in {counted(len(buckets), 'bucket')}")
@@ -292,7 +292,7 @@ def _frozen(value: Any) -> Any:
 
 def _wrong_field(plan: Plan) -> str:
     """Say which field of a plan has a wrong type; "" if none has."""
-    for field, buckets in (("gather", plan.gathers), ("reduction", plan.reductions)):
+    for field, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
         wrong = _wrong_buckets(field, buckets)
         if wrong:
             return wrong
