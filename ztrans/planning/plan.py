@@ -229,7 +229,7 @@ def member_names(buckets: NamedBuckets) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     """The numbers of buckets and of their members, and what the program sends by mesh axis and role."""
     counts = []
-    for kind, buckets in (("gathers", plan.gathers), ("reductions", plan.reductions)):
+    for kind, buckets in (("gather", plan.gathers), ("reduction", plan.reductions)):
         if buckets:
             members = counted(len(member_names(buckets)), kind)
             counts.append(f"{members} in {counted(len(buckets), 'bucket')}")
