@@ -11,6 +11,8 @@ In fp32, what has arrived arrives unchanged: its codes are the same. So a value 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .decode import decode
@@ -33,13 +35,21 @@ def meaning(
     x: torch.Tensor, parts: int, dim: int, bits: int, block: int, kind: str
 ) -> torch.Tensor:
     """arrived in terms of `encode` and `decode`, part by part."""
-    cut = x.reshape(-1) if dim < 0 else x.movedim(dim, 0)
-    pieces = []
-    for part in cut.chunk(parts):
+
+    def arrive(part: torch.Tensor) -> torch.Tensor:
         row = part.reshape(1, -1)
         codes = encode(row, bits, block, kind)
-        pieces.append(decode(codes, row.shape[1], x.dtype, bits, block, kind).view(part.shape))
-    whole = torch.cat(pieces)
+        return decode(codes, row.shape[1], x.dtype, bits, block, kind).view(part.shape)
+
+    return by_parts(x, parts, dim, arrive)
+
+
+def by_parts(
+    x: torch.Tensor, parts: int, dim: int, arrive: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What arrives of `x`, where `arrive` returns what arrives of a part."""
+    cut = x.reshape(-1) if dim < 0 else x.movedim(dim, 0)
+    whole = torch.cat([arrive(part) for part in cut.chunk(parts)])
     return whole.view(x.shape) if dim < 0 else whole.movedim(0, dim).contiguous()
 
 

@@ -24,8 +24,10 @@ from .operation import check_like, define
 from .reduce_scatter import finished
 from .tables import addresses
 
-# What a backend has compiled of `decode_blocks`, by bits, kind, block, dtype and `add`.
-compiled: dict[tuple, Callable[..., object]] = {}
+# `decode_blocks` of one format, which writes the values of codes and scales to dtype[blocks, block], or adds them.
+DecodeBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+# Returns `decode_blocks` compiled for a dtype; with True, one that adds.
+CompiledDecode = Callable[[torch.dtype, bool], DecodeBlocks]
 
 
 def decode(
@@ -79,32 +81,38 @@ def reference(
     block: int,
     kind: str,
     outs: Sequence[torch.Tensor],
+    compiled: CompiledDecode | None = None,
 ) -> None:
-    """decode_unpack in plain torch, value by value."""
+    """decode_unpack in plain torch, value by value, or by what is compiled of `decode_blocks`."""
     places = buffer.split([coded_bytes(size, bits, block, kind) for size in sizes], 1)
     for out, size, place in zip(outs, sizes, places, strict=True):
         if out.numel() == len(buffer) * size:
-            decode_rows(place, size, bits, block, kind, out.view(len(buffer), size))
+            decode_rows(place, size, bits, block, kind, out.view(len(buffer), size), compiled)
             continue
         for r, row in enumerate(place.unsqueeze(1)):
             here = out.view(-1)[r * size : (r + 1) * size]
-            decode_rows(row, size, bits, block, kind, here.view(1, -1))
+            decode_rows(row, size, bits, block, kind, here.view(1, -1), compiled)
 
 
 def decode_rows(
-    place: torch.Tensor, size: int, bits: int, block: int, kind: str, out: torch.Tensor
+    place: torch.Tensor,
+    size: int,
+    bits: int,
+    block: int,
+    kind: str,
+    out: torch.Tensor,
+    compiled: CompiledDecode | None,
 ) -> None:
     """Decode the first elements of the parts of `size` elements in uint8[ranks, bytes] into rows of `out`."""
-    decode = decoder(bits, kind, block, out.dtype)
-    most = RUN if decode is decode_blocks else None
-    for run in runs(place, size, bits, block, most):
+    decode = decoder(bits, kind, compiled, out.dtype)
+    for run in runs(place, size, bits, block, RUN if compiled is None else None):
         here = out[run.ranks, run.elements]
         blocks = run.codes.shape[0] * run.codes.shape[1]
         if here.is_contiguous() and here.numel() == blocks * block:
-            decode(*codes_and_scale(run), bits, kind, here.view(blocks, block))
+            decode(*codes_and_scale(run), here.view(blocks, block))
         else:
             values = out.new_empty(blocks, block)
-            decode(*codes_and_scale(run), bits, kind, values)
+            decode(*codes_and_scale(run), values)
             here.copy_(values.view(len(here), -1)[:, : here.shape[1]])
 
 
@@ -115,19 +123,20 @@ def codes_and_scale(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decoder(
-    bits: int, kind: str, block: int, dtype: torch.dtype, add: bool = False
-) -> Callable[..., object]:
-    """decode_blocks, compiled if a backend has done so."""
-    plain = functools.partial(decode_blocks, add=True) if add else decode_blocks
-    return compiled.get((bits, kind, block, dtype, add), plain)
+    bits: int, kind: str, compiled: CompiledDecode | None, dtype: torch.dtype, add: bool = False
+) -> DecodeBlocks:
+    """decode_blocks of a format, compiled or in plain torch."""
+    if compiled is not None:
+        return compiled(dtype, add)
+    return functools.partial(decode_blocks, bits=bits, kind=kind, add=add)
 
 
 def decode_blocks(
     codes: torch.Tensor,
     scale: torch.Tensor,
+    out: torch.Tensor,
     bits: int,
     kind: str,
-    out: torch.Tensor,
     add: bool = False,
 ) -> None:
     """The meaning of decoding: dtype[blocks, block] of int8[blocks, bytes of a block] and float32[blocks, 1].

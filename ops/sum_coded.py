@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .decode import codes_and_scale, decoder, launch_sum
+from .decode import CompiledDecode, codes_and_scale, decoder, launch_sum
 from .encode import RUN, check_buffer, coded_bytes, has_kernel, runs
 from .kernel import FLOATS
 from .operation import check_like, define
@@ -54,17 +54,18 @@ def reference(
     bits: int,
     block: int,
     kind: str,
+    compiled: CompiledDecode | None = None,
 ) -> None:
-    """sum_coded in plain torch, a run of blocks at a time."""
+    """sum_coded in plain torch, a run of blocks at a time, or by what is compiled of `decode_blocks`."""
     nbytes = [coded_bytes(size, bits, block, kind) for size in sizes]
     rows = [term.view(1, -1).split(nbytes, 1) for term in terms]
-    decode, add = (decoder(bits, kind, block, torch.float32, add) for add in (False, True))
+    decode, add = (decoder(bits, kind, compiled, torch.float32, add) for add in (False, True))
     for out, size, *places in zip(outs, sizes, *rows, strict=True):
         for same in zip(*(runs(place, size, bits, block, RUN) for place in places)):
             total = torch.empty(same[0].codes.shape[1], block, device=out.device)
-            decode(*codes_and_scale(same[0]), bits, kind, total)
+            decode(*codes_and_scale(same[0]), total)
             for run in same[1:]:
-                add(*codes_and_scale(run), bits, kind, total)
+                add(*codes_and_scale(run), total)
             if op == "mean":
                 total = mean(total, count)
             here = out.view(-1)[same[0].elements]

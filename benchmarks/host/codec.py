@@ -14,20 +14,20 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 
-from ztrans import ops
-from ztrans.ir.wire_format import Coded
-from ztrans.runtime.inductor.codec import compile_decode, compile_encode
+from ztrans.ir.wire_format import Coded, Shaped
+from ztrans.runtime.inductor.codec import CompiledCoded, decoder, encoder
 
 from .. import RESULTS, processor
 
 ELEMENTS = 1 << 22
 TERMS = 4
 TURNS = 15
-FORMATS = Coded(8, 256), Coded(4, 64)
+FORMATS = (8, 256), (4, 64)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -40,17 +40,21 @@ class Case(NamedTuple):
 
 def case(form: Coded, name: str, dtype: torch.dtype) -> Case:
     x = torch.randn(1, ELEMENTS, dtype=dtype)
-    y = torch.empty_like(x)
-    total = torch.empty(ELEMENTS)
-    arguments = form.bits, form.block, form.kind
-    codes = ops.encode(x, *arguments)
-    terms = [codes[0].clone() for _ in range(TERMS)]
+    codes = torch.empty(1, form.nbytes(ELEMENTS), dtype=torch.uint8)
+    terms = [form.pack([x], [ELEMENTS], 1, codes)[0].clone() for _ in range(TERMS)]
+    value = [Shaped(x.shape, dtype)]
+    total = [Shaped((ELEMENTS,), torch.float32)]
     runs: dict[str, Callable[[], object]] = {
-        "encode": lambda: ops.encode(x, *arguments, out=codes),
-        "decode": lambda: ops.decode(codes, ELEMENTS, dtype, *arguments, out=y),
-        "sum": lambda: ops.sum_coded(terms, [total], [ELEMENTS], "mean", TERMS, *arguments),
+        "encode": lambda: form.pack([x], [ELEMENTS], 1, codes),
+        "decode": lambda: form.unpack(codes, [ELEMENTS], value),
+        "sum": lambda: form.totals(terms, [ELEMENTS], total, "mean", TERMS),
     }
     return Case(f"{form}, {name}", runs)
+
+
+def cases_of(kind: type[Coded]) -> list[Case]:
+    forms = list(starmap(kind, FORMATS))
+    return [case(form, name, dtype) for form in forms for name, dtype in DTYPES.items()]
 
 
 def medians(cases: list[Case]) -> tuple[float, dict[str, dict[str, float]]]:
@@ -81,16 +85,15 @@ def seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    cases = [case(form, name, dtype) for form in FORMATS for name, dtype in DTYPES.items()]
-    rows = rows_of("PyTorch", *medians(cases))
+    rows = rows_of("PyTorch", *medians(cases_of(Coded)))
     began = time.perf_counter()
-    for form in FORMATS:
+    for form in starmap(CompiledCoded, FORMATS):
         for dtype in DTYPES.values():
-            compile_encode(form, dtype)
-            compile_decode(form, dtype)
-        compile_decode(form, torch.float32, add=True)
+            encoder(form, dtype)
+            decoder(form, dtype, False)
+        decoder(form, torch.float32, True)
     compiling = time.perf_counter() - began
-    rows += rows_of("compiled", *medians(cases))
+    rows += rows_of("compiled", *medians(cases_of(CompiledCoded)))
     head = [
         "# The codec on a CPU",
         "",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
+import functools
+from itertools import chain
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ztrans.ir.layout import cut
 from ztrans.ir.printer import equation, lines
 from ztrans.ir.routes import Hosts, route_of
 from ztrans.ir.wire_format import Coded, format_of
+from ztrans.ops.decode import decode_blocks
+from ztrans.ops.encode import encode_blocks
 from ztrans.runtime.collectives import Start, wait
 from ztrans.runtime.contract import message_lines
 from ztrans.runtime.hierarchical import HierarchicalMessage
@@ -61,14 +64,16 @@ def inputs_of(eqn: Eqn, ranks: int) -> list[list[torch.Tensor]]:
     return members
 
 
-def run(eqn: Eqn, hosts: Hosts, members) -> tuple[list[list[torch.Tensor]], int]:
+def run(
+    eqn: Eqn, hosts: Hosts, members, formats=MappingProxyType({})
+) -> tuple[list[list[torch.Tensor]], int]:
     """The values on each rank, and the bytes that were sent between all ranks."""
     assert rules(eqn).problem(eqn, {"dp": hosts.ranks}) is None
     mail, groups, opened = channels(hosts)
     sizes = {"dp": hosts.ranks}
     started = []
     for rank, channel in enumerate(opened):
-        started.append(Start(eqn, sizes, {"dp": rank}, channel)(*members[rank]))
+        started.append(Start(eqn, sizes, {"dp": rank}, channel, formats)(*members[rank]))
     for _ in range(4):  # the levels of a message
         for channel in opened:
             channel.advance()
@@ -243,17 +248,6 @@ def test_one_nan_makes_its_block_nan_and_no_other():
     assert values[1][0][0].isnan().all() and not values[1][0][1].isnan().any()
 
 
-class Looked(dict):
-    """Kernels of the codec: none, and a record of what was looked up."""
-
-    def __init__(self) -> None:
-        self.keys_looked_up: set[tuple] = set()
-
-    def get(self, key, default=None):
-        self.keys_looked_up.add(key)
-        return default
-
-
 @pytest.mark.parametrize(
     "eqn",
     [
@@ -267,27 +261,27 @@ class Looked(dict):
 )
 def test_what_a_program_needs_of_the_codec_is_compiled(eqn, monkeypatch):
     """Whatever ranks of two hosts look up when they send and receive is compiled before the first step."""
-    kernels = {}
-    for name in ("encode", "decode"):
-        kernels[name] = Looked()
-        monkeypatch.setattr(
-            importlib.import_module(f"ztrans.ops.{name}"), "compiled", kernels[name]
-        )
-    run(eqn, Hosts(4, 2), inputs_of(eqn, 4))
+    called = set()
 
-    compiled: dict[str, set] = {"encode": set(), "decode": set()}
+    def encoder(*key):
+        called.add(key)
+        return functools.partial(encode_blocks, bits=key[0].bits, kind=key[0].kind)
 
-    def compile_encode(form, dtype):
-        compiled["encode"].add((form.bits, form.kind, form.block, dtype))
+    def decoder(*key):
+        called.add(key)
+        return functools.partial(decode_blocks, bits=key[0].bits, kind=key[0].kind, add=key[2])
 
-    def compile_decode(form, dtype, add=False):
-        compiled["decode"].add((form.bits, form.kind, form.block, dtype, add))
-
-    monkeypatch.setattr(codec, "compile_encode", compile_encode)
-    monkeypatch.setattr(codec, "compile_decode", compile_decode)
-    codec.compile_codec(SimpleNamespace(eqns=[eqn]))
-    for name, looked_up in kernels.items():
-        assert looked_up.keys_looked_up <= compiled[name]
+    monkeypatch.setattr(codec, "encoder", encoder)
+    monkeypatch.setattr(codec, "decoder", decoder)
+    formats = codec.compiled_formats(SimpleNamespace(eqns=[eqn]))
+    compiled = {*called}
+    called.clear()
+    members = inputs_of(eqn, 4)
+    ours, _ = run(eqn, Hosts(4, 2), members, formats)
+    assert called and called <= compiled
+    plain, _ = run(eqn, Hosts(4, 2), members)
+    for mine, true in zip(chain.from_iterable(ours), chain.from_iterable(plain), strict=True):
+        assert torch.equal(mine, true)
 
 
 def test_a_wait_holds_one_sum_and_no_decoded_term():

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -167,7 +168,7 @@ class Start(torch.nn.Module):
         outs: the values of the members after the wait.
         dim: the dim along which the members, or the values, are split; in an all_to_all the values.
         from_dim: the dim along which the members are split, or else `dim`. It differs from `dim` in an all_to_all.
-        format: how members are sent.
+        format: how members are sent: the format of the equation, or what `formats` has in its place.
         wire: the dtype of the elements of a message: bytes, if members are sent as codes.
         host_format: how hosts send their sums to each other.
         reduction_of_hosts: the reduction that each host computes and sends to the others, with two levels.
@@ -189,6 +190,7 @@ class Start(torch.nn.Module):
         sizes: Mapping[str, int],
         coordinates: Mapping[str, int],
         channel: Channel | None,
+        formats: Mapping[Format, Format] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         _delay_exit_for_gloo()
@@ -207,12 +209,14 @@ class Start(torch.nn.Module):
         value_dim = _split_dim(eqn.out, axis)
         self.dim = next((dim for dim in (value_dim, member_dim) if dim is not None), 0)
         self.from_dim = self.dim if member_dim is None else member_dim
-        self.format = self.host_format = wire_format(eqn, eqn.ins[0])
+        wire = wire_format(eqn, eqn.ins[0])
+        self.format = self.host_format = formats.get(wire, wire)
         self.wire = self.format.carrier
         self.is_reduced_by_ranks = False
         if self.reduction:
             self.is_reduced_by_ranks = is_reduced_by_ranks(self.reduction, self.format)
-            self.host_format = host_sum_format(eqn, eqn.ins[0])
+            between = host_sum_format(eqn, eqn.ins[0])
+            self.host_format = formats.get(between, between)
         hosts = channel.hosts if channel is not None else Hosts(self.size)
         route = route_of(eqn, sizes, hosts, self.is_gloo)
         self.way = route.way

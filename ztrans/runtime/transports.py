@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,9 +47,13 @@ class Transports:
 
     Attributes:
         are_beside_compute: whether copies may go on while the program computes, and after its call has returned.
+        formats: formats that are used in place of others, which have the same bits, such as compiled ones.
     """
 
     are_beside_compute = False
+
+    def __init__(self, formats: Mapping[Format, Format] = MappingProxyType({})) -> None:
+        self.formats = formats
 
     def inside_channel(self, mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:
         """The channel of the first level of a collective, if that level has its own; None for other collectives."""
@@ -78,7 +83,7 @@ class Transports:
             lanes: the number of lanes of the program.
             inside: the channel of the first level (see `inside_channel`).
         """
-        return Start(eqn, sizes, coordinates, channel)
+        return Start(eqn, sizes, coordinates, channel, self.formats)
 
     def copy_module(self, eqn: Eqn, device: torch.device | None) -> HostCopy:
         """The module that copies a value to the other memory, which is `device` or its host."""
@@ -95,6 +100,7 @@ class StreamTransports(Transports):
     are_beside_compute = True
 
     def __init__(self, streams: Streams) -> None:
+        super().__init__()
         self.streams = streams
 
     def inside_channel(self, mesh: DeviceMesh, eqn: Eqn, sizes: Sizes) -> Channel | None:

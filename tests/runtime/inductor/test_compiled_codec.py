@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.ops.hard_values import hard_values
-from ztrans import ops
-from ztrans.ir.wire_format import Coded
+from ztrans.ir.graph import Eqn, Graph, Var
+from ztrans.ir.wire_format import Coded, Shaped
 from ztrans.runtime.inductor import codec
+from ztrans.runtime.inductor.backend import executable
 
 pytestmark = [
     pytest.mark.compiles,
@@ -26,41 +27,42 @@ pytestmark = [
     ],
     ids=str,
 )
-def test_the_bits_are_those_of_plain_torch(form, encoded, decoded, monkeypatch):
-    arguments = form.bits, form.block, form.kind
+def test_the_bits_are_those_of_plain_torch(form, encoded, decoded):
+    compiled = codec.CompiledCoded(form.bits, form.block, form.kind)
     values = hard_values(form.block, encoded).view(1, -1)
     inputs = [values, values[:, : form.block - 3]]
 
-    def results():
+    def results(form):
         found = []
         for x in inputs:
-            codes = ops.encode(x, *arguments)
-            found += [codes, ops.decode(codes, x.numel(), decoded, *arguments)]
-            total = torch.empty(x.numel())
-            ops.sum_coded([codes[0], codes[0]], [total], [x.numel()], "mean", 3, *arguments)
-            found.append(total)
+            size = x.numel()
+            codes = torch.empty(1, form.nbytes(size), dtype=torch.uint8)
+            found += [form.pack([x], [size], 1, codes), form.arrived(x, decoded)]
+            found += form.unpack(codes, [size], [Shaped((size,), decoded)])
+            total = Shaped((size,), torch.float32)
+            found += form.totals([codes[0], codes[0]], [size], [total], "mean", 3)
         # One block of each rank, whose rows are not next to each other.
         rows = torch.arange(3.0 * form.block).to(encoded).view(3, -1)[:, : form.block - 4]
         found.append(torch.zeros(3, form.nbytes(form.block) + 8, dtype=torch.uint8))
         inside = found[-1][:, 4:-4]
-        ops.encode(rows, *arguments, out=inside)
-        found.append(ops.decode(inside, form.block, decoded, *arguments))
+        form.pack([rows], [form.block - 4], 3, inside)
+        found += form.unpack(inside, [form.block], [Shaped((3, form.block), decoded)])
         return found
 
-    for kernels in (codec.encoders, codec.decoders):
-        for key in [key for key in kernels if key[:3] == (form.bits, form.kind, form.block)]:
-            monkeypatch.delitem(kernels, key)
-    plain = results()
-    codec.compile_encode(form, encoded)
-    codec.compile_decode(form, decoded)
-    codec.compile_decode(form, torch.float32)
-    codec.compile_decode(form, torch.float32, add=True)
-    ran = []
-    for kernels in (codec.encoders, codec.decoders):
-        for key, kernel in kernels.items():
-            monkeypatch.setitem(
-                kernels, key, lambda *x, kernel=kernel, key=key: (ran.append(key), kernel(*x))[1]
-            )
-    for ours, true in zip(results(), plain, strict=True):
+    for ours, true in zip(results(compiled), results(form), strict=True):
         assert torch.equal(ours.view(torch.uint8), true.view(torch.uint8))
-    assert len({*ran}) == 4 - (decoded == torch.float32)
+    assert codec.encoder.cache_info().hits and codec.decoder.cache_info().hits
+
+
+def test_what_arrives_of_a_value_is_computed_by_the_same_kernels():
+    """A step that keeps the errors of its codes encodes each term twice: to send it, and for the error."""
+    x, y = (Var(name, torch.float32, (5, 300)) for name in "xy")
+    eqn = Eqn(torch.ops.ztrans.arrived.default, (x, 2, 0, 8, 256, "int"), (y,))
+    program = Graph("f", (x,), (eqn,), (y,), 0)
+    value = torch.arange(1500.0).view(5, 300).sin()
+    before = codec.encoder.cache_info().hits
+    run = executable(program, [], None, [value])
+    (result,) = run([value])
+    assert torch.equal(result, torch.ops.ztrans.arrived(value, 2, 0, 8, 256, "int"))
+    assert codec.encoder.cache_info().hits == before + 3  # to compile it, and one for each part
+    assert "arrival" in run.program.code

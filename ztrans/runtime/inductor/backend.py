@@ -23,7 +23,8 @@ from ...ir.structure import structures
 from ...ir.user_collectives import by_group, is_user_collective
 from ..codegen import Kernel, coordinates, to_fx
 from ..executable import Executable, aliased_outputs
-from .codec import compile_codec
+from ..transports import Transports, transports_of
+from .codec import arrival_kernels, compiled_formats
 from .compiler import Strided, fused, infer_layouts, inner_callable
 from .fusion import FusedGroup, computed_alike
 
@@ -104,9 +105,13 @@ def executable(
     kernels, compiled = _compile(program)
     eqn_groups = [group.eqns for group in program.groups]
     device = device_of(inputs)
-    if device is None or device.type == "cpu":
-        compile_codec(graph)
-    code = to_fx(graph, mesh, True, eqn_groups, kernels, on_write=on_write, device=device)
+    transports = transports_of(mesh, device)
+    if not transports.are_beside_compute:
+        transports = Transports(compiled_formats(graph))
+        arrivals = arrival_kernels(graph)
+        kernels.update(arrivals)
+        eqn_groups += arrivals
+    code = to_fx(graph, mesh, True, eqn_groups, kernels, transports, on_write, device)
     layouts = [program.layouts[v] for v in graph.arguments]
     outputs = aliased_outputs(graph)
     return InductorExecutable(code, graph.num_state, on_write, outputs, compiled, layouts)
