@@ -80,6 +80,13 @@ def test_four_ranks_on_two_hosts_agree_with_lockstep(four):
         assert f["lockstep"] <= 1e-14 and f["plain"] <= 1e-10, f
 
 
+@pytest.mark.distributed
+def test_references_in_parts_inside_hosts_have_the_bits_of_lockstep(four):
+    (figure,) = of(four, "codes")
+    assert figure["chain"] == "in parts" and figure["bitwise"], figure
+    assert figure["gathered"] == figure["predicted_gathers"] > 0, figure
+
+
 @pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_two_hosts_agree_with_lockstep_at_further_stages():

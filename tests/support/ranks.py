@@ -201,28 +201,32 @@ def narrow() -> Case:
     return Case("narrow", step, adam_state(model), regression(7, 1), samples=12)
 
 
-def codes() -> None:
-    """Messages in codes of 8 and 4 bits, and what is kept for them, on real ranks and in lock-step."""
-    case = narrow()
+def codes_on_two() -> None:
     dp, both = zt.make_mesh("cpu", dp=2), zt.make_mesh("cpu", dp=1, replicas=2)
     early = zt.overlap_grads(), zt.prefetch(across_steps=True)
-    for name, bits, mesh, options, others in (
-        ("stage 1", 8, dp, {"stage": 1}, ALL),
-        ("stage 3", 4, dp, {"stage": 3}, ALL),
-        ("early", 8, dp, {"stage": 3, "reshard": "always"}, early),
-        ("replicas", 4, both, {"stage": 2, "replicate_axis": "replicas"}, (*ALL, zt.accumulate(2))),
-        ("kept", 4, dp, {"stage": 2}, ALL),
-    ):
-        coded = zt.quantize_gathers(bits, 16, where="*"), zt.quantize_grads(bits, 16, where="*")
-        if name == "kept":
-            coded = (
-                zt.quantize_gathers(bits, 16, where="params.*", of="differences"),
-                zt.quantize_grads(bits, 16, rotate=4, where="params.*", error_feedback=True),
-            )
+    replicas = {"stage": 2, "axis": "dp", "replicate_axis": "replicas"}
+    kept = (
+        zt.quantize_gathers(4, 16, where="params.*", of="differences"),
+        zt.quantize_grads(4, 16, rotate=4, where="params.*", error_feedback=True),
+    )
+    codes("stage 1", dp, {"stage": 1}, *ALL, *both_ways(8))
+    codes("stage 3", dp, {"stage": 3}, *ALL, *both_ways(4))
+    codes("early", dp, {"stage": 3, "reshard": "always"}, *early, *both_ways(8))
+    codes("replicas", both, replicas, *ALL, zt.accumulate(2), *both_ways(4))
+    codes("kept", dp, {"stage": 2}, *ALL, *kept)
 
-        def on(mesh, options=options, rest=(*others, *coded)):
-            axis = {"axis": "dp"} if "replicate_axis" in options else {}
-            return zt.chain(zt.shard_params(mesh, **axis, **options), *rest)(case.step)
+
+def both_ways(bits: int) -> tuple[zt.Transform, ...]:
+    return zt.quantize_gathers(bits, 16, where="*"), zt.quantize_grads(bits, 16, where="*")
+
+
+def codes(name: str, mesh, options, *transforms) -> None:
+    """Messages in codes of 8 and 4 bits, and what is kept for them, on real ranks and in lock-step."""
+    with default_dtype(torch.float32):
+        case = narrow()
+
+        def on(mesh):
+            return zt.chain(zt.shard_params(mesh, **options), *transforms)(case.step)
 
         abstract = zt.AbstractMesh(**dict(zip(mesh.mesh_dim_names, mesh.shape)))
         step, state = on(mesh), case.state()
@@ -238,8 +242,9 @@ def codes() -> None:
             expected, outputs = lowered.lockstep(expected, parts)
         pairs = zip(pytree.tree_leaves(step.unshard(state)), pytree.tree_leaves(expected))
         bits = all(torch.equal(a, b) for a, b in pairs) and torch.equal(output, outputs[RANK])
+        cost = lowered.cost_analysis()
         report("codes", chain=name, bitwise=bits, received=counts["gathers"] + counts["reductions"],
-               predicted=lowered.cost_analysis().wire_bytes)  # fmt: skip
+               predicted=cost.wire_bytes, gathered=counts["gathers"], predicted_gathers=cost.over(role="param"))  # fmt: skip
 
 
 def owned(mesh) -> None:
@@ -457,8 +462,7 @@ def two() -> None:
     wire_bytes(mesh)
     micro_batches(mesh)
     fp8.on_processes(mesh, report)
-    with default_dtype(torch.float32):
-        codes()
+    codes_on_two()
     disagreement(mesh)
     sharding(mesh)
     as_plain(mesh, report)
@@ -584,10 +588,10 @@ def attention_over(mesh) -> None:
 
 
 def four() -> None:
-    mesh = zt.make_mesh("cpu", host=2, dp=2)
+    hosts = zt.make_mesh("cpu", host=2, dp=2)
     pipeline()
     dist.new_group([0, 1, 2])
-    equals_lockstep_and_plain(mesh, FOUR, replicate_axis="host")
+    equals_lockstep_and_plain(hosts, FOUR, replicate_axis="host")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     equals_lockstep_and_plain(mesh, {"uneven": (1, 3)}, axis=("dp", "cp"), reshard=2)
     attention_over(mesh)
@@ -596,6 +600,8 @@ def four() -> None:
     tensor_parallel(mesh)
     dtensors.parallelized(mesh, report)
     dtensors.lifted(mesh, report)
+    in_parts = zt.quantize_gathers(4, 16, where="params.*", of="differences", inside="dp")
+    codes("in parts", hosts, {"stage": 3, "axis": ("host", "dp")}, *ALL, in_parts)
 
 
 def more_on_two() -> None:

@@ -190,6 +190,83 @@ def test_micro_batches_read_one_reference():
         )
 
 
+IN_PARTS = zt.quantize_gathers(4, ROW, of="differences", inside="dp")
+
+
+def on_hosts(*transforms, hosts=2, local=2, **options):
+    """Two steps at stage 3, with references in parts on the ranks of each host."""
+    mesh = zt.AbstractMesh(host=hosts, dp=local)
+    options = {"mesh": mesh, "axis": ("host", "dp"), "ranks": hosts * local, **options}
+    return trained(IN_PARTS, *transforms, **options)
+
+
+def assert_as_whole_references(found, expected):
+    """The same bits, also of what each rank keeps beside a reference: a part of it."""
+    (state, kept), losses, _ = found
+    (whole_state, whole), whole_losses, _ = expected
+    assert same_bits((state, losses), (whole_state, whole_losses))
+    references = whole["quantize_gathers"]
+    assert {*kept["quantize_gathers"]} == {*references, *(f"own.{path}" for path in references)}
+    for path, part in kept["quantize_gathers"].items():
+        assert torch.equal(part, references[path.removeprefix("own.")])
+
+
+@pytest.fixture(scope="module")
+def whole_references():
+    return trained(DIFFERENCES, ranks=4, stage=2)
+
+
+SAME_PARTS = {
+    "as written": ([], {}),
+    "prefetch": ([zt.prefetch()], {}),
+    "no buckets": ([zt.overlap_grads(bucket=0), zt.prefetch()], {}),
+    "cast": ([zt.fuse_cast_gather(), zt.overlap_grads(), zt.prefetch()], {}),
+    "always": ([], {"reshard": "always"}),
+    "neighbours": ([zt.prefetch()], {"reshard": 2}),
+    "across steps": ([zt.prefetch(across_steps=True)], {}),
+    "remat": ([zt.remat()], {}),
+    "offload": ([zt.offload(where="*", at_least=0)], {}),
+    "stage 2": ([], {"stage": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SAME_PARTS)
+def test_references_in_parts_on_the_ranks_of_a_host_change_no_bit(name, whole_references):
+    transforms, options = SAME_PARTS[name]
+    assert_as_whole_references(on_hosts(*transforms, **options), whole_references)
+
+
+@pytest.mark.parametrize("hosts, local", [(3, 2), (2, 1), (1, 2), (1, 1)])
+def test_references_in_parts_on_any_number_of_hosts(hosts, local):
+    whole = trained(DIFFERENCES, ranks=hosts * local, stage=2)
+    found = on_hosts(zt.fuse_cast_gather(), hosts=hosts, local=local)
+    assert_as_whole_references(found, whole)
+
+
+def test_micro_batches_with_references_in_parts():
+    whole = trained(DIFFERENCES, zt.accumulate(2), ranks=4, stage=2)
+    assert_as_whole_references(on_hosts(zt.accumulate(2)), whole)
+    *layers, _ = on_hosts(zt.accumulate(2, order="layers"))
+    *batches, _ = on_hosts(zt.accumulate(2, keep="whole"), zt.overlap_grads(update="last"))
+    assert same_bits(layers, batches)
+
+
+def test_a_rank_keeps_parts_of_a_reference_and_hosts_send_codes():
+    _, _, lowered = on_hosts()
+    leaves = [v.type for v in lowered.graph.state if v.name.endswith("params.down")]
+    assert leaves[1:] == ["f32[6@dp,16]", "f32[6@host*dp,16]"]
+    gathers = [e for e in lowered.graph.eqns if e.op is ALL_GATHER and "down" in e.out.name]
+    assert [(e.region, str(e.kwargs["dtype"]), e.kwargs["axis"]) for e in gathers] == [
+        ("forward", "i4/16", "host*dp"), ("forward", "None", "dp"), ("backward", "None", "dp"),
+    ]  # fmt: skip
+    # A rank receives three of four parts in codes, 12 bytes a row, and one of two parts inside the host: `up`, which
+    # backward does not read, and `down` twice. Four ranks have 8 rows of `down` with padding.
+    bias, rows = 16 * 4, 16 + 8
+    cost = lowered.cost_analysis()
+    assert cost.over("host*dp", "param") == (rows * 12 + bias) * 3 / 4
+    assert cost.over("dp", "param") == (16 + 6 + 6) * ROW * 4 / 2
+
+
 def test_moments_have_no_references():
     everywhere = zt.quantize_gathers(4, ROW, of="differences", where="*")
     (_, kept), _, _ = trained(everywhere, stage=2, steps=1)
@@ -221,10 +298,25 @@ def test_differences_on_one_rank_have_the_bits_of_the_plain_step():
 
 
 def test_differences_at_stage_3_are_refused():
-    with pytest.raises(
-        ValueError, match=r"a whole reference .* at stage 3 .*\nUse shard_params\(stage=2\)"
-    ):
+    with pytest.raises(ValueError) as error:
         trained(DIFFERENCES)
+    assert str(error.value) == (
+        "quantize_gathers: of='differences' keeps a whole reference of each parameter on every rank, and at stage 3 a "
+        "rank need not have room for all parameters.\n"
+        "1. Let the ranks of a host keep it in parts: zt.make_mesh(device, host=-1, dp=8), "
+        "shard_params(mesh, axis=('host', 'dp')), and quantize_gathers(..., of='differences', inside='dp').\n"
+        "2. Use shard_params(stage=2).\n"
+        "3. Gather codes of the parameters, without of='differences'."
+    )
+    with pytest.raises(ValueError) as error:
+        trained(IN_PARTS)
+    assert str(error.value) == (
+        "quantize_gathers: quantize_gathers.params.up cannot be cut over 'dp' alone, because params.up is cut over "
+        "'dp'.\nGive the hosts an axis of their own, and cut parameters over both: zt.make_mesh(device, host=-1, dp=8) "
+        "and shard_params(mesh, axis=('host', 'dp')); then name 'dp'."
+    )
+    with pytest.raises(ValueError, match=r"inside='dp' says where .*\nAdd of='differences', or"):
+        zt.quantize_gathers(inside="dp")
     with pytest.raises(ValueError, match=r"takes 8 or 4 bits, not 'auto'"):
         zt.quantize_gathers("auto", of="differences")
     with pytest.raises(ValueError, match=r"of='moments'; use 'weights' or 'differences'"):

@@ -284,6 +284,7 @@ class Kept:
             rank, `f32[4@dp,32,16]`, which ranks read by `ir.row`. Rows are terms of a sum, and begin as zeros: on
             another number of ranks they go on as equal parts of that sum.
         dtype: another dtype than that of its leaf; of a shape, by default fp32.
+        axis: if its leaf is cut over several axes, the one of them over which it is cut, and whole along the others.
         transform: the name of its transform, which `Step` fills in.
     """
 
@@ -292,6 +293,7 @@ class Kept:
     start: Literal["zeros", "copy"] = "zeros"
     layout: Literal["like", "whole", "rows"] = "like"
     dtype: torch.dtype | None = None
+    axis: str | None = None
     transform: str = ""
 
     @property

@@ -44,12 +44,17 @@ def kept_part(first_wait: Eqn, second_gather: Eqn, count: int) -> tuple[Eqn, Eqn
     value = first_wait.out
     axis = second_gather.kwargs["axis"]
     split = Split(neighbours(axis, count), split_over(second_gather.ins[0], axis).dim)
-    name = second_gather.out.base_name
+    cut, clone = own_part(value, split, second_gather.out.base_name)
+    return cut.like(first_wait), clone.like(first_wait)
+
+
+def own_part(value: Var, split: Split, name: str) -> tuple[Eqn, Eqn]:
+    """The equations that keep this rank's part of a whole value: a view, and its copy, named after `name`."""
     cut = shard(value, f"{name}.cut", split.axis, split.dim)
     part = dataclasses.replace(cut.out, name=f"{name}.part")
     # The view alone would keep the whole value alive.
     clone = Eqn(aten.clone.default, (cut.out,), (part,), {"memory_format": torch.contiguous_format})
-    return cut.like(first_wait), clone.like(first_wait)
+    return cut, clone
 
 
 def gather_of_parts(part: Var, second_gather: Eqn) -> Eqn:

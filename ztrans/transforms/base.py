@@ -406,6 +406,8 @@ def _kept_sharding(
         return dataclasses.replace(t.leaf_sharding(kept.name, leaf, shape), layout=())
     if kept.layout != "rows":
         sharding = t.leaf_sharding(kept.like, leaf, shape)
+        if kept.axis is not None:
+            return _over_one_axis(sharding, kept, kept.axis)
         return sharding if kept.layout == "like" else dataclasses.replace(sharding, layout=())
     row = torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta")
     sharding = t.leaf_sharding(kept.like, row, tuple(row.shape))
@@ -413,6 +415,25 @@ def _kept_sharding(
     axis = joint_axis(members_of(sharding.axes), sizes)
     rows = math.prod(sizes[member] for member in members(axis))
     return dataclasses.replace(sharding, axes=(axis,), layout=(Split(axis),), rows=rows)
+
+
+def _over_one_axis(sharding: LeafSharding, kept: Kept, axis: str) -> LeafSharding:
+    """The sharding of a kept leaf that is cut over one of the axes over which its leaf is, whose sharding is given.
+
+    Raises: ValueError if its leaf is not cut over this axis, or is cut over no other.
+    """
+    if not sharding.layout:
+        return sharding
+    cut_over = members_of(p.axis for p in sharding.layout)
+    if axis not in cut_over or len(cut_over) == 1:
+        raise ValueError(
+            f"{kept.transform}: {kept.name} cannot be cut over {axis!r} alone, because {kept.like} is cut over "
+            f"{' and '.join(map(repr, cut_over))}.\nGive the hosts an axis of their own, and cut parameters over both: "
+            f"zt.make_mesh(device, host=-1, dp=8) and shard_params(mesh, axis=('host', 'dp')); then name 'dp'."
+        )
+    others = tuple(name for name in members_of(sharding.axes) if name != axis)
+    layout = tuple(Split(axis, p.dim) for p in sharding.layout if isinstance(p, Split))
+    return dataclasses.replace(sharding, axes=(axis, *others), layout=layout)
 
 
 def kept_shape(

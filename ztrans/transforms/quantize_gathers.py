@@ -21,6 +21,7 @@ from ..ir.pairing import pair
 from ..ir.printer import first_names
 from ..ir.rewriter import Rewriter
 from ..ir.wire_format import Coded
+from ..rewrites.neighbours import own_part
 from .base import (
     Transform,
     Where,
@@ -43,6 +44,7 @@ def quantize_gathers(
     format: Literal["int", "fp8"] = "int",
     where: Where | None = None,
     of: Literal["weights", "differences"] = "weights",
+    inside: str | None = None,
 ) -> Transform:
     """Gather parameters as codes of 8 or 4 bits: about half or a quarter of the bytes of bf16. This changes results.
 
@@ -63,6 +65,16 @@ def quantize_gathers(
         a = wait(all_gather([w]))        -->     a = add(r, wait(all_gather([sub(w, shard(r))], i4/256)))
         return w1                                return w1, a                                   # a is the next r
 
+    With `inside="dp"`, the axis of the ranks of a host, these keep a reference `r` in parts, and each rank also keeps
+    `own`, the part of it that belongs to its shard: 4 bytes a parameter for each host, and 4 for all hosts together.
+    Codes go between hosts, fp32 inside, where backward gathers the next reference. All bits are those of whole ones.
+
+    Rewrites:
+        a = wait(all_gather([w]))        -->     a = add(wait(all_gather([r], axis=dp)),
+                                                         wait(all_gather([sub(w, own)], i4/256, axis=host*dp)))
+                                                 r1 = clone(shard(a, axis=dp)); own1 = clone(shard(a, axis=host*dp))
+        b = wait(all_gather([w]))                b = wait(all_gather([r1], axis=dp))            # in backward
+
     A gather stays as it is if it sends 8 bits or fewer for each element already, as with fp8 and `fuse_cast_gather`,
     or if codes in whole blocks would not make its message shorter. A gather that the step itself calls, as in tensor
     parallelism, stays too.
@@ -75,10 +87,13 @@ def quantize_gathers(
         where: the leaves to quantize, as a pattern for `fnmatch` of their paths, or as a function `where(path, leaf)`
             of the path and a meta tensor. By default, those with at least two dims; of differences, only those at
             "params", as a lifted state has them.
-        of: "weights", or "differences" of the parameters from a reference, at stages 1 and 2.
+        of: "weights", or "differences" of the parameters from a reference; at stage 3 only with `inside`.
+        inside: of differences, the mesh axis over which a reference is kept in parts, such as "dp" of
+            `shard_params(mesh, axis=("host", "dp"))`. By default each rank keeps it whole.
 
-    Raises: ValueError if there is no such format; TypeError if `where` is neither of these. When the step is lowered,
-        ValueError if it is not sharded, if `where` matches no leaf, or for differences at stage 3.
+    Raises: ValueError if there is no such format, or if `inside` is given without differences; TypeError if `where` is
+        neither of these. When the step starts or is lowered, ValueError if it is not sharded, if `where` matches no
+        leaf, if parameters are not cut over `inside` and another axis, or for whole references at stage 3.
 
     Source: Wang et al., ZeRO++, 2023 (qwZ); of differences, Jia et al., SDP4Bit, 2024.
 
@@ -92,7 +107,12 @@ def quantize_gathers(
         raise ValueError(f"quantize_gathers: of={of!r}; use 'weights' or 'differences'.")
     if of == "differences" and bits == "auto":
         raise ValueError("quantize_gathers: of='differences' takes 8 or 4 bits, not 'auto'.")
-    return _QuantizeGathers(bits, block, format, where, of)
+    if of == "weights" and inside is not None:
+        raise ValueError(
+            f"quantize_gathers: inside={inside!r} says where references of differences are kept.\n"
+            f"Add of='differences', or leave it out."
+        )
+    return _QuantizeGathers(bits, block, format, where, of, inside)
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,7 @@ class _QuantizeGathers(Transform):
     format: str = "int"
     where: Where | None = None
     of: str = "weights"
+    inside: str | None = None
 
     # After the transforms that decide what is gathered, and in which dtype, and before leaves move to the host.
     phase: ClassVar[float] = 2.5
@@ -115,7 +136,10 @@ class _QuantizeGathers(Transform):
         if self.of == "weights":
             return ()
         paths = kept_parameters(self, leaves, self.where)
-        return [Kept(path, like=path, start="copy", layout="whole") for path in paths]
+        if self.inside is None:
+            return [Kept(path, like=path, start="copy", layout="whole") for path in paths]
+        parts = [Kept(path, like=path, start="copy", axis=self.inside) for path in paths]
+        return [*parts, *(Kept(f"own.{path}", like=path, start="copy") for path in paths)]
 
     def rewrite(self, graph: Graph) -> Graph:
         bits = chosen_bits(self, self.bits)
@@ -124,51 +148,113 @@ class _QuantizeGathers(Transform):
         wire = Coded(bits, self.block, self.format)
         paths = quantized_paths(self, graph, self.where)
         references = graph.kept_by(self.name)
-        if references and graph.zero_stage == 3:
+        if references and graph.zero_stage == 3 and self.inside is None:
             raise ValueError(
                 "quantize_gathers: of='differences' keeps a whole reference of each parameter on every rank, and at "
                 "stage 3 a rank need not have room for all parameters.\n"
-                "Use shard_params(stage=2), or gather codes of the parameters, without of='differences'."
+                "1. Let the ranks of a host keep it in parts: zt.make_mesh(device, host=-1, dp=8), "
+                "shard_params(mesh, axis=('host', 'dp')), and quantize_gathers(..., of='differences', inside='dp').\n"
+                "2. Use shard_params(stage=2).\n"
+                "3. Gather codes of the parameters, without of='differences'."
             )
         new = Rewriter(graph)
+        following: dict[Var, Var] = {}  # the next reference of each parameter
         for start, started in pair(graph).starts.items():
             if rules(start).lane != "gather" or not serves(start, "param", paths):
                 continue
             if self.of == "weights":
                 new.replace(start, sent_in(wire, start, graph.axes))
                 continue
-            reference = references.get(start.ins[0].name)
-            if reference is not None:
-                _gather_difference(new, wire, start, graph.eqns[started.first_wait], reference)
+            parameter, wait = start.ins[0], graph.eqns[started.first_wait]
+            if parameter in following and start.provenance and start.provenance.regather:
+                _gather_again(new, start, wait, following[parameter])
+            elif parameter.name in references:
+                own = references.get(f"own.{parameter.name}")
+                reference = references[parameter.name]
+                arrived = _gather_difference(new, wire, start, wait, reference, own)
+                if arrived is not None:
+                    following[parameter] = arrived
         return new.applied()
 
 
-def _gather_difference(new: Rewriter, wire: Coded, start: Eqn, wait: Eqn, reference: Var) -> None:
-    """Gather the difference of a parameter from its reference, to which every rank adds what arrives."""
+def _gather_difference(
+    new: Rewriter, wire: Coded, start: Eqn, wait: Eqn, reference: Var, own: Var | None
+) -> Var | None:
+    """Gather the difference of a parameter from its reference, to which every rank adds what arrives.
+
+    Args:
+        new: the edits.
+        wire: the format of the codes.
+        start, wait: the gather of the parameter.
+        reference: the reference, whole on every rank or in parts inside a host.
+        own: the part of the reference that belongs to this rank's shard; None to cut it from the whole reference.
+
+    Returns: The next reference; None if codes would not be shorter, and the gather stays.
+    """
     (parameter,) = start.ins
-    axis = start.kwargs["axis"]
-    dim = split_over(parameter, axis).dim
-    part = shard(reference, new.fresh_name(f"{reference.name}.shard"), axis, dim).like(start)
+    split = split_over(parameter, start.kwargs["axis"])
+    before: list[Eqn] = []
+    if own is None:
+        name = new.fresh_name(f"{reference.name}.shard")
+        before.append(shard(reference, name, split.axis, split.dim).like(start))
     difference = new.fresh(parameter, ".difference", dtype=reference.dtype)
-    subtract = Eqn(aten.sub.Tensor, (parameter, part.out), (difference,)).like(start)
+    operands = parameter, own or before[0].out
+    before.append(Eqn(aten.sub.Tensor, operands, (difference,)).like(start))
     name = new.fresh_name(f"{difference.name}.full")
     options = {"provenance": start.provenance, "hint": start.hint}
-    wide = all_gather([difference], [name], axis, **options).like(start)
+    wide = all_gather([difference], [name], split.axis, **options).like(start)
     coded = sent_in(wire, wide, new.graph.axes)
     if coded is wide:
-        return
+        return None
     # At the start of the step, so that the gather may start as early as that of the parameter.
-    new.insert_before(new.graph.eqns[0], part, subtract)
-    new.replace(start, coded)
-    arrived = wait_for(coded.out).like(wait)
-    value = following = new.fresh(reference, ".next")
-    eqns = [arrived, Eqn(aten.add.Tensor, (reference, arrived.out), (following,)).like(wait)]
+    new.insert_before(new.graph.eqns[0], *before)
+
+    starts, eqns, whole = [coded], [wait_for(coded.out)], reference
+    if reference.layout:
+        full = new.fresh(reference, ".full", layout=())
+        future = dataclasses.replace(full, name=f"{full.name}'", future=True)
+        wide = start.replace(kwargs={**start.kwargs, "dtype": None}, outs=(future,))
+        starts.append(_among_holders(reference, wide))
+        eqns.append(wait_for(future))
+        whole = eqns[-1].out
+    following = value = new.fresh(reference, ".next", layout=())
+    eqns.append(Eqn(aten.add.Tensor, (whole, eqns[0].out), (following,)))
     if wait.out.dtype != following.dtype:
         value = new.fresh(wait.out)
-        eqns.append(Eqn(CAST, (following,), (value,), {"dtype": value.dtype}).like(wait))
-    new.replace(wait, *eqns)
+        eqns.append(Eqn(CAST, (following,), (value,), {"dtype": value.dtype}))
+    new_leaves = {reference: following}
+    for leaf in (reference, own):
+        if leaf is not None and leaf.split is not None:
+            part = own_part(following, leaf.split, new.fresh_name(f"{leaf.name}.new"))
+            eqns += part
+            new_leaves[leaf] = part[-1].out
+    new.replace(start, *starts)
+    new.replace(wait, *(e.like(wait) for e in eqns))
     new.alias(wait.out, value)
-    new.set_leaf(reference, following)
+    for leaf, new_leaf in new_leaves.items():
+        new.set_leaf(leaf, new_leaf)
+    return new_leaves[reference]
+
+
+def _among_holders(reference: Var, start: Eqn) -> Eqn:
+    """The gather of a reference from the ranks that hold its parts, in place of that of its parameter."""
+    (split,) = reference.layout
+    provenance = start.provenance and dataclasses.replace(
+        start.provenance, axis=split.axis, regather=start.provenance.regather and "always"
+    )
+    kwargs = {**start.kwargs, "axis": split.axis}
+    return start.replace(args=([reference],), kwargs=kwargs, provenance=provenance)
+
+
+def _gather_again(new: Rewriter, start: Eqn, wait: Eqn, reference: Var) -> None:
+    """Bring a reference again instead of its parameter; of a whole one, its value."""
+    if reference.layout:
+        new.replace(start, _among_holders(reference, start))
+        return
+    new.drop(start)
+    value = new.fresh(wait.out)
+    new.replace(wait, Eqn(CAST, (reference,), (value,), {"dtype": value.dtype}).like(wait))
+    new.alias(wait.out, value)
 
 
 # The bits of codes; "auto" if a plan is to choose them, and None if it has chosen to send no codes.
