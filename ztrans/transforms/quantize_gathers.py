@@ -65,9 +65,9 @@ def quantize_gathers(
         a = wait(all_gather([w]))        -->     a = add(r, wait(all_gather([sub(w, shard(r))], i4/256)))
         return w1                                return w1, a                                   # a is the next r
 
-    With `inside="dp"`, the axis of the ranks of a host, these keep a reference `r` in parts, and each rank also keeps
-    `own`, the part of it that belongs to its shard: 4 bytes a parameter for each host, and 4 for all hosts together.
-    Codes go between hosts, fp32 inside, where backward gathers the next reference. All bits are those of whole ones.
+    With `inside="dp"`, the axis of the ranks of a host, these keep a reference `r` in parts: 4 bytes a parameter on
+    each host. Each rank also keeps `own`, the part of it that belongs to its shard: 4 bytes a parameter on all hosts
+    together. Codes go between hosts, and references in fp32 inside. The bits are those of whole references.
 
     Rewrites:
         a = wait(all_gather([w]))        -->     a = add(wait(all_gather([r], axis=dp)),
@@ -247,7 +247,7 @@ def _among_holders(reference: Var, start: Eqn) -> Eqn:
 
 
 def _gather_again(new: Rewriter, start: Eqn, wait: Eqn, reference: Var) -> None:
-    """Bring a reference again instead of its parameter; of a whole one, its value."""
+    """Gather the next reference in backward instead of its parameter; a rank that has it whole reads it."""
     if reference.layout:
         new.replace(start, _among_holders(reference, start))
         return
