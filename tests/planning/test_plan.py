@@ -9,8 +9,9 @@ import torch
 import ztrans as zt
 from tests.support.programs import CASES, gpt_adam
 from tests.support.worlds import ALL, batches, on_ranks, slices
-from ztrans.ir.collectives import is_start
+from ztrans.ir.collectives import is_start, sent_in
 from ztrans.ir.op_facts import is_matmul
+from ztrans.ir.wire_format import Coded
 from ztrans.planning.cluster import Link
 from ztrans.planning.skeleton import skeleton
 from ztrans.runtime import contract
@@ -82,6 +83,19 @@ def test_a_plan_fits_programs_with_the_same_collectives_between_the_same_matmuls
 
     assert fingerprint() == fingerprint(rows=6) == fingerprint(scale=0.2)
     assert fingerprint() != fingerprint(layers=3)
+
+
+def test_how_second_reductions_are_sent_is_part_of_a_program():
+    """The contract between ranks has it too: a plan of codes is not followed by a program that sends fp32."""
+    shard = zt.shard_params(zt.AbstractMesh(host=2, dp=2), axis="dp", replicate_axis="host")
+    lowered = zt.chain(shard, *ALL)(CASE.step).lower(CASE.state(), *CASE.batch(4))
+    graph = lowered.unordered
+    again = {
+        c.second[0]: sent_in(Coded(8, 16), c.second[0], graph.axes)
+        for c in skeleton(graph).reductions
+    }
+    in_codes = graph.replace(eqns=tuple(again.get(e, e) for e in graph.eqns))
+    assert skeleton(in_codes).fingerprint != skeleton(graph).fingerprint
 
 
 def test_a_plan_names_places_by_landmarks():

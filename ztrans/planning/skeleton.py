@@ -213,6 +213,8 @@ class Skeleton:
         for collective in (*self.gathers, *self.reductions):
             start = collective.start
             digest.update(f"{collective.name} {tuple(bucket_key(start))}".encode())
+            if collective.second is not None:
+                digest.update(f" then {tuple(bucket_key(collective.second[0]))}".encode())
             if role(start) not in ("output", "pmean"):  # these may have the shape of the batch
                 digest.update(repr(start.ins[0].type).encode())
         digest.update(" ".join(name for _, name in self.landmarks).encode())
