@@ -78,8 +78,8 @@ def problem(
 def rich(chance: Random, reductions: int = 2) -> Problem:
     """A random problem with every feature, and at most `reductions` reductions.
 
-    It has updates that follow reductions, messages at fixed places, buffers that small members share, bytes that are
-    live at places, reduced values that stay live, packing beside compute, hierarchical messages, reductions whose results
+    It has updates that follow reductions, messages at fixed places, buffers that small members share, shards that are
+    copied to be sent, bytes that are live at places, reduced values that stay live, packing beside compute, hierarchical messages, reductions whose results
     are reduced again, and updates that share launches.
     """
     p = problem(chance, reductions=reductions, host=True)
@@ -141,7 +141,9 @@ def rich(chance: Random, reductions: int = 2) -> Problem:
     }
     drawn = replace(
         p,
-        gathers=tuple(g._replace(small=small[g.key]) for g in p.gathers),
+        gathers=tuple(
+            g._replace(small=small[g.key], arriving=chance.choice([0, 0, 1, 2])) for g in p.gathers
+        ),
         reductions=tuple(with_buffers),
         wires=wires,
         memory=p.memory + chance.choice([0, 4]),

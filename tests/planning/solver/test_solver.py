@@ -363,6 +363,19 @@ def test_a_placement_predicts_its_own_seconds_and_peak(p, lead, reserve, togethe
         assert place_choice(Loads(p), choice, 0.99 * placed.seconds) in (None, placed)
 
 
+@pytest.mark.parametrize("buckets", [((0,), (1,)), ((0, 1),)])
+@pytest.mark.parametrize("lead", [0.0, 8.0])
+def test_shards_that_are_copied_to_be_sent_are_counted_once(buckets, lead):
+    """They are live where their bucket starts, at the use or before it."""
+    gathers = (Gather("w", 1, 3, use=1, last=1, arriving=5), Gather("w", 1, 3, 2, 2, arriving=7))
+    wires = {"w": Wire("lane", "link", latency=0.0, pace=1.0)}
+    for live in ((0, 0, 0, 0), (0, 20, 0, 0)):
+        p = Problem((1.0,) * 3, (0,) * 3, (1,) * 3, gathers, (), wires, live_at_places=live)
+        placed = place_choice(Loads(p), Choice(buckets, (), frozenset(), lead))
+        assert placed is not None
+        assert placed.peak == evaluate(p, placed.schedule).peak
+
+
 def updates_after(chance: Random, p: Problem) -> Problem:
     """A problem with an update after each reduction and one after all of them, which share launches."""
     everything = tuple(range(len(p.reductions)))

@@ -8,7 +8,7 @@ in a small memory, not always where it starts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from .messages import (
     second_buffer,
     second_message,
 )
-from .problem import Choice, Levers, MemberIndices, Problem
+from .problem import Choice, Gather, Levers, MemberIndices, Problem
 
 # A limit in bytes that nothing reaches, and that is exact as a float.
 UNLIMITED = 2**52
@@ -45,6 +45,7 @@ class GatherLoad(NamedTuple):
         bytes: the bytes of its values.
         size: the bytes that are live between its start and its use.
         extra_at_start: further bytes that are live at its start, if that is before its use.
+        freed_at_use: the bytes of its start that are not live at its use, if it starts before.
         message: its message, if it starts at its use.
         seconds_alone: the seconds of the message if no other one is under way.
         rises: the additional live bytes compared with a bucket for each member, as in `buffers.rises`.
@@ -56,6 +57,7 @@ class GatherLoad(NamedTuple):
     bytes: int
     size: int
     extra_at_start: int
+    freed_at_use: int
     message: Message
     seconds_alone: float
     rises: np.ndarray
@@ -157,22 +159,31 @@ def gather_load(problem: Problem, members: MemberIndices) -> GatherLoad:
     if release > use:
         raise Rejected
     packed = packed_values(gathers)
+    arriving = sum(g.arriving for g in gathers)
     part = packed // problem.wires[gathers[0].key].ranks
     message = message_of(problem, gathers, use, use)
-    # All values are live from the first use on, also those of members with a later use, and so are all codes.
+    # All values are live from the first use on, also those of members with a later use, and what is sent for them.
     together = gather_buffers(problem, gathers, use, use)
-    alone = [Buffer(-g.codes, 2 * g.use, 2 * g.use) for g in gathers if g.codes]
+    alone = [buffer._replace(bytes=-buffer.bytes) for buffer in _only_at_use(gathers)]
     return GatherLoad(
         members=members,
         use=use,
         release=release,
         bytes=sum(g.bytes for g in gathers),
         size=sum(g.under_way for g in gathers) + part,
-        extra_at_start=packed + sum(g.arriving for g in gathers),
+        extra_at_start=packed + arriving,
+        freed_at_use=arriving,
         message=message,
         seconds_alone=message.alone,
         rises=rises([*together, *alone]),
     )
+
+
+def _only_at_use(gathers: Iterable[Gather]) -> list[Buffer]:
+    """The bytes of gathers in buckets of their own that are live only where these start: codes, and copied shards."""
+    return [
+        Buffer(g.codes + g.arriving, 2 * g.use, 2 * g.use) for g in gathers if g.codes or g.arriving
+    ]
 
 
 def reduction_load(
@@ -246,12 +257,11 @@ class LeverLoad(NamedTuple):
 
 
 def lever_load(problem: Problem, without_levers: np.ndarray, levers: Levers) -> LeverLoad:
-    """The load of some levers. `without_levers` are the bytes that are live without them, and without codes."""
+    """The load of some levers. `without_levers` are the bytes that are live without them, and without what is sent."""
     buffers = problem.lever_buffers(levers)
-    if any(g.codes for g in problem.gathers):
+    if _only_at_use(problem.gathers):
         dropped = problem.dropped(levers)
-        sent = (g for i, g in enumerate(problem.gathers) if i not in dropped)
-        buffers += (Buffer(g.codes, 2 * g.use, 2 * g.use) for g in sent)
+        buffers += _only_at_use(g for i, g in enumerate(problem.gathers) if i not in dropped)
     live = without_levers + live_by_slot(buffers, len(without_levers))
     compute = problem.compute(levers)
     if compute is problem.seconds:
@@ -289,7 +299,6 @@ class Loads:
         """
         problem = self.problem
         buffers = [Buffer(g.bytes, 2 * g.use, 2 * g.last + 1) for g in problem.values]
-        buffers += (Buffer(g.arriving, 2 * g.use, 2 * g.use) for g in problem.values)
         for r, wait in zip(problem.reductions, waits):
             buffers += ReductionBytes([r]).buffers(r.born + 1, wait)
         if self.second_bytes:

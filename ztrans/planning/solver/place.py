@@ -327,6 +327,7 @@ class _Simulation:
             self.room[2 * place : 2 * load.use] -= load.size
             if place < load.use:
                 self.room[2 * place] -= load.extra_at_start
+                self.room[2 * load.use] += load.freed_at_use
             self._send(gather, place)
             self.gathers_under_way.append(gather)
 
