@@ -11,12 +11,13 @@ In fp32, what has arrived arrives unchanged: its codes are the same. So a value 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
-from .decode import decode
-from .encode import encode
+from .decode import decode_unpack
+from .encode import encode_pack
 from .operation import LIBRARY, define_composite
 
 
@@ -34,22 +35,23 @@ def arrived(
 def meaning(
     x: torch.Tensor, parts: int, dim: int, bits: int, block: int, kind: str
 ) -> torch.Tensor:
-    """arrived in terms of `encode` and `decode`, part by part."""
+    """arrived in terms of `encode` and `decode`: on a GPU, a launch of each for all parts."""
+    form = bits, block, kind
 
-    def arrive(part: torch.Tensor) -> torch.Tensor:
-        row = part.reshape(1, -1)
-        codes = encode(row, bits, block, kind)
-        return decode(codes, row.shape[1], x.dtype, bits, block, kind).view(part.shape)
+    def send(cut: torch.Tensor, size: int) -> torch.Tensor:
+        codes = encode_pack([cut], [size], *form, ranks=parts)
+        return decode_unpack(codes, [size], [cut.shape], x.dtype, *form)[0]
 
-    return by_parts(x, parts, dim, arrive)
+    return by_parts(x, parts, dim, send)
 
 
 def by_parts(
-    x: torch.Tensor, parts: int, dim: int, arrive: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor, parts: int, dim: int, send: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
-    """What arrives of `x`, where `arrive` returns what arrives of a part."""
+    """What arrives of `x`. `send` returns what arrives of a tensor in parts of so many elements, in their order."""
     cut = x.reshape(-1) if dim < 0 else x.movedim(dim, 0)
-    whole = torch.cat([arrive(part) for part in cut.chunk(parts)])
+    rows, *last_dims = cut.shape
+    whole = send(cut, -(-rows // parts) * math.prod(last_dims))
     return whole.view(x.shape) if dim < 0 else whole.movedim(0, dim).contiguous()
 
 

@@ -3,9 +3,14 @@
 import pytest
 import torch
 
+from ztrans.ir.graph import Eqn, Graph, Var
+from ztrans.ir.wire_format import ARRIVED
 from ztrans.ops import decode, encode
 from ztrans.ops.arrived import arrived
 from ztrans.ops.hadamard import hadamard
+from ztrans.planning.cost import launches, memory_traffic
+from ztrans.planning.devices import CPU
+from ztrans.planning.roofline import roofline_seconds
 
 FORMATS = [(8, 256, "int"), (4, 64, "int"), (8, 32, "fp8")]
 
@@ -58,3 +63,14 @@ def test_a_turn_that_does_not_fit_is_an_error(n):
         ValueError, match=f"hadamard: 128 elements are not turned by {n}, a power of 2"
     ):
         hadamard(torch.ones(128), 0, n)
+
+
+def test_a_plan_counts_its_codes():
+    """It reads and writes the value and the codes, in two launches, as slowly as messages of codes are coded."""
+    x, y = (Var(name, torch.float32, (1 << 20,)) for name in "xy")
+    eqn = Eqn(ARRIVED, (x, 4, -1, 8, 256, "int"), (y,))
+    graph = Graph("f", (x,), (eqn,), (y,), 0)
+    nbytes = 2 * x.nbytes + 2 * (1 << 20) * 260 // 256
+    assert memory_traffic(eqn, graph) == nbytes
+    assert launches(graph)[eqn] == (1, 2)
+    assert roofline_seconds(eqn, graph, CPU) == CPU.coding * nbytes / CPU.bandwidth

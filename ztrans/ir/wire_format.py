@@ -27,6 +27,8 @@ class Shaped(NamedTuple):
     dtype: torch.dtype
 
 
+# What a receiver gets of a value that is sent as codes: arrived(value, parts, dim, bits, block, kind).
+ARRIVED = torch.ops.ztrans.arrived.default
 _KINDS = {"int": (8, 4), "fp8": (8,)}  # the kinds of codes, with their bits
 
 

@@ -21,6 +21,7 @@ from ..ir.micro_batches import MicroBatchPrograms, is_cut, micro_batch_programs
 from ..ir.op_facts import is_view, op_facts
 from ..ir.pairing import pair
 from ..ir.printer import counted, format_bytes
+from ..ir.wire_format import ARRIVED, Coded
 from ..ir.wire_traffic import wire_traffic
 from ..rewrites.number_operands import Number, settings, with_number_operands
 from ..rewrites.update_groups import group_updates
@@ -198,7 +199,7 @@ def launches(graph: Graph) -> Mapping[Eqn, Launches]:
         calls = inner_work(e, lambda g: sum(not op_facts(inner.op).view for inner in g.eqns))
         if calls is not None:
             return Launches(calls, calls)
-        return Launches(1, int(not rules(e).shares_storage(e)))
+        return Launches(1, 2 if e.op is ARRIVED else int(not rules(e).shares_storage(e)))
 
     return {e: launches_of(e) for e in graph.eqns}
 
@@ -224,6 +225,10 @@ def memory_traffic(e: Eqn, graph: Graph) -> int:
         return inner
     size = local_bytes(graph)
     written = sum(map(size, e.results))
+    if e.op is ARRIVED:
+        value, _, _, *form = e.args
+        codes = Coded(*form).bytes_per_element * size(value) / value.dtype.itemsize
+        return size(value) + written + 2 * int(codes)  # codes are written and read
     bytes_moved = written + sum(map(size, e.ins))
     name = op_facts(e.op).name
     if name in _READ_BY_INDEX:

@@ -24,6 +24,7 @@ from ..ir.graph import DTYPES, Eqn, Graph, Var
 from ..ir.layout import local_shape
 from ..ir.op_facts import is_matmul
 from ..ir.printer import op_name
+from ..ir.wire_format import ARRIVED
 from .cost import memory_traffic
 from .devices import Device
 from .flops import Attention, attention_of, flops
@@ -58,6 +59,8 @@ def queue_seconds(device: Device, kernels: int, seconds: float) -> float:
 def roofline_seconds(e: Eqn, graph: Graph, device: Device) -> float:
     """The seconds that the kernels of an equation run: the longer of their arithmetic and their bytes."""
     bytes_moved = memory_traffic(e, graph)
+    if e.op is ARRIVED:  # it encodes and decodes
+        return device.coding * bytes_moved / device.bandwidth
     return max(arithmetic_seconds(e, graph, device), memory_seconds(bytes_moved, device))
 
 

@@ -19,7 +19,7 @@ from ..ir.op_facts import CAST
 from ..ir.pairing import pair
 from ..ir.rewriter import Rewriter
 from ..ir.rules import Sizes
-from ..ir.wire_format import Coded
+from ..ir.wire_format import ARRIVED, Coded
 from ..ops import HALF
 from .base import Transform, Where, check_where, constructor
 from .quantize_gathers import (
@@ -33,7 +33,6 @@ from .quantize_gathers import (
 )
 
 aten = torch.ops.aten
-ARRIVED = torch.ops.ztrans.arrived.default
 HADAMARD = torch.ops.ztrans.hadamard.default
 # 4 bits in blocks of 256 send 9% less than in blocks of 64, and lose three times as much.
 _BLOCKS = {8: 256, 4: 64}

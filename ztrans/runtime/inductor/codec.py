@@ -16,7 +16,7 @@ import torch
 
 from ...ir.collectives import host_sum_format, is_start, rules, wire_format
 from ...ir.graph import Eqn, Graph
-from ...ir.wire_format import Coded, Format, Shaped
+from ...ir.wire_format import ARRIVED, Coded, Format, Shaped
 from ...ops.arrived import by_parts
 from ...ops.decode import DecodeBlocks, decode_blocks
 from ...ops.decode import reference as decode
@@ -27,18 +27,10 @@ from ...rewrites.update_groups import EqnGroup
 from ..codegen import Kernel
 from .compiler import Strided, fused, inner_callable
 
-_ARRIVED = torch.ops.ztrans.arrived.default
-
 
 @dataclass(frozen=True)
 class CompiledCoded(Coded):
     """A format of codes whose messages compiled kernels encode and decode. They have the bits of `Coded`."""
-
-    def arrived(self, part: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        size = part.numel()
-        codes = part.new_empty(1, self.nbytes(size), dtype=torch.uint8)
-        self.pack([part], [size], 1, codes)
-        return self.unpack(codes, [size], [Shaped(part.shape, dtype or self.sum_dtype)])[0]
 
     def pack(
         self, parts: Sequence[torch.Tensor], sizes: Sequence[int], ranks: int, out: torch.Tensor
@@ -111,7 +103,7 @@ def arrival_kernels(graph: Graph) -> dict[EqnGroup, Kernel]:
     """A kernel for each equation that computes what arrives of a value, such as for the error that a rank keeps."""
     kernels: dict[EqnGroup, Kernel] = {}
     for eqn in graph.eqns:
-        if eqn.op is _ARRIVED:
+        if eqn.op is ARRIVED:
             kernels[eqn,] = Kernel(_arrival_kernel(eqn), eqn.ins, tuple(eqn.results))
     return kernels
 
@@ -122,8 +114,13 @@ def _arrival_kernel(eqn: Eqn) -> Callable:
     encoder(form, value.dtype)
     decoder(form, value.dtype, False)
 
+    def send(cut: torch.Tensor, size: int) -> torch.Tensor:
+        codes = cut.new_empty(parts, form.nbytes(size), dtype=torch.uint8)
+        form.pack([cut], [size], parts, codes)
+        return form.unpack(codes, [size], [Shaped(cut.shape, cut.dtype)])[0]
+
     def arrival(x: torch.Tensor) -> list[torch.Tensor]:
-        return [by_parts(x, parts, dim, functools.partial(form.arrived, dtype=x.dtype))]
+        return [by_parts(x, parts, dim, send)]
 
     return arrival
 
