@@ -10,7 +10,7 @@ from torch import fx
 
 import ztrans as zt
 from tests.support.lifted import batch, lifted
-from ztrans import step as step_module
+from ztrans import program_cache
 from ztrans.compiled import Compiled
 from ztrans.ir.graph import Graph
 from ztrans.planning.solver import search
@@ -27,11 +27,11 @@ def alive(kind: type) -> int:
 
 @pytest.mark.parametrize(("most", "shapes"), [
     (16, 50),
-    pytest.param(step_module.MOST_PROGRAMS, 200, marks=pytest.mark.exhaustive),
+    pytest.param(program_cache.MOST_PROGRAMS, 200, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:train_step has")
 def test_many_batch_shapes_hold_their_memory(most, shapes, monkeypatch):
-    monkeypatch.setattr(step_module, "MOST_PROGRAMS", most)
+    monkeypatch.setattr(program_cache, "MOST_PROGRAMS", most)
     step = zt.Step.of(train_step)
     state = {"w": torch.zeros(3)}
     before = alive(Compiled), alive(Graph), alive(fx.GraphModule)
@@ -53,7 +53,7 @@ def test_many_batch_shapes_hold_their_memory(most, shapes, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:train_step has")
 def test_the_program_that_was_not_used_for_longest_goes_first(monkeypatch):
-    monkeypatch.setattr(step_module, "MOST_PROGRAMS", 4)
+    monkeypatch.setattr(program_cache, "MOST_PROGRAMS", 4)
     step = zt.Step.of(train_step)
     state = {"w": torch.zeros(3)}
 
@@ -74,7 +74,7 @@ def test_the_program_that_was_not_used_for_longest_goes_first(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:scaled has")
 def test_of_programs_that_differ_otherwise_the_oldest_goes(monkeypatch):
-    monkeypatch.setattr(step_module, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(program_cache, "MOST_PROGRAMS", 3)
 
     def scaled(state, x, name):
         return state, x.sum() * len(name)
@@ -185,7 +185,7 @@ def test_an_interrupt_while_a_program_is_looked_up_does_not_lose_it():
     (compiled,) = step._cache.values()
     signature = compiled.lowered.recording.signature
     line = 1
-    while interrupted_at(line, step_module.ProgramCache.get, step._cache, signature):
+    while interrupted_at(line, program_cache.ProgramCache.get, step._cache, signature):
         assert step._cache.values() == [compiled], line
         line += 1
     assert line > 5
