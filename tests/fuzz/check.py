@@ -16,6 +16,7 @@ import ztrans as zt
 from ztrans.calling.trees import named_leaves
 from ztrans.planning.limit import DoesNotFit
 from ztrans.transforms.base import rewritten
+from ztrans.transforms.store import Store
 
 from .options import Options
 from .programs import Program
@@ -183,15 +184,19 @@ def _check_codes(case: Case, batches: list) -> None:
     program, options = case.program, case.options
     with doubles(torch.float32):
         state, narrow = pytree.tree_map(_single, (program.state(), batches))
+        leaves = pytree.tree_leaves(state)
+        codes = options.codes
+        if not any(x.dtype == torch.float32 and x.ndim for x in leaves if torch.is_tensor(x)):
+            codes = tuple(t for t in codes if not isinstance(t, Store))  # it would choose no leaf
         try:
             step_of(program)(state, *narrow[0][0])  # fake tensors allow fp32 times fp64
-            step = zt.chain(*options.codes)(step_of(program))
+            step = zt.chain(*codes)(step_of(program))
             state = step.init(state)
             traced = step.trace(state, *narrow[0][0])
         except (RuntimeError, ValueError):  # a layer or a state that fp64 is written into
             return
         tiles = _with_possible_tiles(options, traced).tiles
-        sharding = (options.sharding, *options.codes, *tiles)
+        sharding = (options.sharding, *codes, *tiles)
         fusion = [t for t in (*options.before, *options.after) if t == zt.fuse_cast_gather()]
         plain = _through(traced, *sharding, *fusion).lower()
         chain = (*options.before, *sharding, *options.after, zt.prefetch())
