@@ -1,12 +1,12 @@
 """stochastic_round(old, x, key, whole, offsets): fp32 to bf16, up or down with the odds that keep the mean.
 
-    old      bf16, x's shape: the stored value that the result replaces. `stochastic_round_` writes the result there,
-             and `stochastic_round` returns a new tensor; neither reads it
+    old      bf16, or a moment in int8 or uint8 (see `moments`), x's shape: the stored value that the result replaces.
+             `stochastic_round_` writes the result there, and `stochastic_round` returns a new tensor; neither reads it
     x        fp32, any shape: the new value of a leaf of the state, or the part of one rank
     key      the key of this leaf in this step, from `leaf_keys`: an int32 scalar tensor on x's device
     whole    the shape of the whole leaf
     offsets  the index in the whole leaf at which x begins, along each dim; at most one dim is cut
-    ->       bf16, x's shape, contiguous
+    ->       old's dtype, x's shape, contiguous
 
 leaf_keys(step, leaves): the keys of all leaves in a step. They differ from step to step and from leaf to leaf.
 
@@ -20,7 +20,8 @@ they do not depend on the number of ranks, on the device, or on the order of ope
 stay, and so do infinities and NaN. From the largest bf16 on, values are rounded to nearest, so only those that this
 makes infinite become so.
 
-Bytes moved at least: 6 for each element. The hash is lowbias32 of Chris Wellons' hash-prospector.
+Bytes moved at least: 6 for each element. Torch rounds moments on GPUs too. The hash is lowbias32 of Chris Wellons'
+hash-prospector.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from .kernel import kernel, tl
+from .moments import MOMENTS, coded
 from .operation import define
 from .tables import on_device
 
@@ -47,8 +49,9 @@ def stochastic_round(
     key: torch.Tensor,
     whole: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Round `x` to bf16 at random. By default it is a whole leaf. The docstring of this file has the details.
+    """Round `x` to `dtype` at random. By default it is a whole leaf. The docstring of this file has the details.
 
     >>> (key,) = leaf_keys(torch.tensor(1), [0])
     >>> stochastic_round(torch.full((5,), 1 + 2**-8), key)
@@ -56,7 +59,7 @@ def stochastic_round(
     """
     whole = [*x.shape] if whole is None else whole
     offsets = [0] * x.ndim if offsets is None else offsets
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     return torch.ops.ztrans.stochastic_round_.default(out, x, key, whole, offsets)
 
 
@@ -73,7 +76,7 @@ def rounded(
     offsets: Sequence[int],
 ) -> torch.Tensor:
     """stochastic_round in plain torch, without writes, so that Inductor fuses it with the update."""
-    return _rounded(x, _hash(_indices(x, whole, offsets) ^ key))
+    return _rounded(x, _hash(_indices(x, whole, offsets) ^ key), old.dtype)
 
 
 def _indices(x: torch.Tensor, whole: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:
@@ -97,8 +100,10 @@ def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
-def _rounded(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """`x` in bf16, rounded by the last 16 bits of `noise`."""
+def _rounded(x: torch.Tensor, noise: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in `dtype`, rounded by the last bits of `noise`, 16 for bf16."""
+    if dtype in MOMENTS:
+        return coded(x, noise, dtype)
     up = (x.view(torch.int32) + (noise & 0xFFFF)) & -0x10000
     # NaN is not less than anything.
     return torch.where(x.abs() < LARGEST, up.view(torch.float32), x).to(torch.bfloat16)
@@ -118,7 +123,7 @@ def reference(
     for some, result in zip(elements, out.view(-1).split(_CPU_BLOCK)):
         i = torch.arange(first, first + len(some), device=x.device)
         index = (start + i + i // inner * skipped).int()
-        result.copy_(_rounded(some, _hash(index ^ key)))
+        result.copy_(_rounded(some, _hash(index ^ key), out.dtype))
         first += len(some)
     return out
 
@@ -165,7 +170,9 @@ def launch(
     whole: Sequence[int],
     offsets: Sequence[int],
 ) -> torch.Tensor:
-    """stochastic_round_ by the kernel."""
+    """stochastic_round_ by the kernel, which knows bf16."""
+    if out.dtype in MOMENTS:
+        return out.copy_(rounded(out, x, key, whole, offsets))
     x = x.contiguous()
     if x.numel():
         start, inner, skipped = flat_part(x.shape, whole, offsets)
@@ -203,9 +210,10 @@ def _check(
     whole: Sequence[int],
     offsets: Sequence[int],
 ) -> None:
-    if old.shape != x.shape or old.dtype != torch.bfloat16 or old.device != x.device:
+    is_stored = old.dtype == torch.bfloat16 or old.dtype in MOMENTS
+    if old.shape != x.shape or not is_stored or old.device != x.device:
         raise ValueError(
-            f"stochastic_round: the old value must be torch.bfloat16{list(x.shape)} on {x.device}, got "
+            f"stochastic_round: the old value must be bf16, int8 or uint8{list(x.shape)} on {x.device}, got "
             f"{old.dtype}{list(old.shape)} on {old.device}."
         )
     if x.dtype != torch.float32:

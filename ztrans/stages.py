@@ -42,6 +42,7 @@ from .ir.printer import Printed, counted, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
+from .ops import narrowed
 from .passes import History, passes, passes_after_plan, through
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
@@ -664,7 +665,7 @@ def _as_stored(recording: Recording, graph: Graph, state: Any) -> Any:
     for i, (computed, stored) in enumerate(zip(recording.graph.state, graph.state)):
         x = leaves[i] if i < len(leaves) else None
         if isinstance(x, torch.Tensor) and x.dtype == computed.dtype:
-            leaves[i] = x.to(stored.dtype)
+            leaves[i] = narrowed(x, stored.dtype)
     return pytree.tree_unflatten(leaves, tree)
 
 

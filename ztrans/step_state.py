@@ -20,6 +20,7 @@ from .ir.graph import Kept
 from .ir.layout import AbstractMesh, LeafSharding, as_tensor
 from .ir.printer import first_names
 from .ir.user_sharding import UserSharding
+from .ops import MOMENTS
 from .runtime.failure import check_ended
 from .runtime.state import first_value, in_memory
 from .transforms.base import Transform, kept_leaves, kept_shape, meta_leaf, sharding_of
@@ -121,7 +122,13 @@ class StepState:
                     f"parallelize_module does.\nLeave this leaf out: {kept.transform}(where=...)."
                 )
             return first_value(kept, blank, sharding, mesh, device)
-        if kept.dtype is None and sharding_of(self.transforms, kept.like, like).dtype is not None:
+        stored = sharding_of(self.transforms, kept.like, like).dtype
+        if stored in MOMENTS and kept.start == "copy":
+            raise ValueError(
+                f"{self.step}: {kept.name} starts as a copy of {kept.like}, which store keeps as a moment in 8 bits.\n"
+                f"Leave this leaf out of one of them: {kept.transform}(where=...)."
+            )
+        if kept.dtype is None and stored is not None:
             # The leaf is stored in a narrower dtype than the step, and the transform that keeps this one, read.
             kept = dataclasses.replace(kept, dtype=torch.float32)
         sharding = sharding_of(self.transforms, kept.name, like, kept)

@@ -176,7 +176,7 @@ def _check_alone(program: Program, traced: zt.stages.Traced, batches: list) -> N
 
 
 def _check_codes(case: Case, batches: list) -> None:
-    """With messages in codes or state in bf16, which fp64 does not become, schedules change no bit.
+    """With messages in codes or state in fewer bits, which fp64 does not become, schedules change no bit.
 
     Both programs fuse casts with gathers: what that moves before a gather, such as a maximum, is of parameters that no
     code has rounded.

@@ -175,7 +175,7 @@ class Options:
 
 
 def _codes(chance: Random) -> tuple[zt.Transform, ...]:
-    """Formats of short blocks, so that small leaves have several, and perhaps state in bf16."""
+    """Formats of short blocks, so that small leaves have several, and perhaps state in bf16 or 8 bits."""
 
     def block() -> int:
         return chance.choice([2, 6, 16])
@@ -189,8 +189,8 @@ def _codes(chance: Random) -> tuple[zt.Transform, ...]:
     )
     chosen = chance.choice([[gathers], [grads], [gathers, grads]])
     if chance.random() < 0.5:
-        rounding = chance.choice(["stochastic", "stochastic", "nearest"])
-        chosen.append(zt.store(torch.bfloat16, where="*", rounding=rounding, seed=3))
+        stored = chance.choice([{}, {"first_moments": "*"}, {"rounding": "nearest"}])
+        chosen.append(zt.store(torch.bfloat16, where="*", seed=3, **stored))
     return tuple(chosen)
 
 

@@ -94,6 +94,10 @@ def stochastic_round(device):
     return T.stochastic_round.default, (old, x, key, [5, 3], [2, 0]), {}
 
 
+def widened(device):
+    return T.widened.default, (torch.arange(6, dtype=torch.uint8, device=device).view(2, 3),), {}
+
+
 def leaf_keys(device):
     return T.leaf_keys.default, (torch.ones((), device=device), [3, 2**32 - 1]), {}
 
@@ -119,7 +123,7 @@ def tables(device):
 
 SAMPLES = [
     *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
-    *(encode, decode, sum_coded, fused_adamw, stochastic_round, leaf_keys),
+    *(encode, decode, sum_coded, fused_adamw, stochastic_round, leaf_keys, widened),
 ]
 
 

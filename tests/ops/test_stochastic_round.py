@@ -157,7 +157,7 @@ def test_wrong_arguments():
     old = torch.ones(4, 2, dtype=torch.bfloat16)
     rounded_over = torch.ops.ztrans.stochastic_round_.default
     with pytest.raises(
-        ValueError, match=r"must be torch.bfloat16\[4, 2\] on cpu, got torch.float32"
+        ValueError, match=r"must be bf16, int8 or uint8\[4, 2\] on cpu, got torch.float32"
     ):
         rounded_over(x, x, scalar, [4, 2], [0, 0])
     with pytest.raises(ValueError, match=r"stochastic_round_: the old value must be contiguous"):

@@ -23,6 +23,9 @@ from ztrans.planning.cost import memory
 from ztrans.running_order import fused_within_peak
 
 STORE = zt.store(torch.bfloat16)
+IN_8_BITS = zt.store(torch.bfloat16, first_moments="m.*", second_moments="v.*")
+IN_BF16 = dict.fromkeys(["params", "m", "v"], torch.bfloat16)
+DTYPES = {"params": torch.bfloat16, "m": torch.int8, "v": torch.uint8}
 ROUND = torch.ops.ztrans.stochastic_round.default
 # All samples are equal and small integers. So gradients of a linear loss are exact on any number of ranks.
 X = torch.tensor([[1.0, -2.0, 3.0, 0.0, 5.0, -1.0, 2.0]]).repeat(12, 1)
@@ -56,17 +59,19 @@ def adam(state: dict, x: torch.Tensor) -> tuple[dict, torch.Tensor]:
     return {**new, "steps": steps, "buffers": state["buffers"]}, loss
 
 
-def by_hand(steps: int, seed: int = 0) -> dict:
-    """Plain steps on fp32, whose results are rounded one by one."""
+def by_hand(steps: int, seed: int = 0, dtypes: dict = IN_BF16) -> dict:
+    """Plain steps on fp32, whose results are rounded one by one, to these dtypes."""
     stored = pytree.tree_map(lambda x: x.bfloat16() if x.ndim else x, state())
     for step in range(steps):
-        wide = pytree.tree_map(torch.Tensor.float, stored)
+        wide = pytree.tree_map(
+            lambda x: ops.widened(x) if x.dtype in (torch.int8, torch.uint8) else x.float(), stored
+        )
         new, _ = adam(wide, X)
         for part in ("params", "m", "v"):
             for name, x in new[part].items():
                 name_hash = zlib.crc32(f"{seed} {part}.{name}".encode())
                 (key,) = ops.leaf_keys(torch.tensor(step), [name_hash])
-                stored[part][name] = ops.stochastic_round(x, key)
+                stored[part][name] = ops.stochastic_round(x, key, dtype=dtypes[part])
         stored["steps"] = new["steps"]
     return stored
 
@@ -268,7 +273,7 @@ def test_a_state_in_fp32_is_refused():
     step = STORE(adam)
     with pytest.raises(
         TypeError,
-        match=r"adam keeps leaves of its state in half precision between steps, and was called with "
+        match=r"adam keeps leaves of its state in fewer bits between steps, and was called with "
         r"state\.params\.w \(torch\.float32\), .*\nCall `state = step\.shard\(state\)` once",
     ):
         step(step.init(state()), X)
@@ -311,6 +316,88 @@ def test_replicas_that_train_apart_are_averaged():
     assert whole[0]["outer"]["up"].dtype == torch.float32
 
 
+# ---- moments in 8 bits
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_moments_in_8_bits_have_the_bits_of_rounding_by_hand(stage):
+    """On 1, 2 and 3 ranks with uneven parts; by columns, with replicas and with empty parts."""
+    true = by_hand(3, dtypes=DTYPES)
+    assert same(trained(IN_8_BITS(adam))[0], true)
+    worlds: list[dict] = [{"ranks": 2}, {"ranks": 3}]
+    if stage == 3:
+        worlds += [{"ranks": 6}, {"ranks": 3, "dim": lambda path, leaf: leaf.ndim - 1}]
+        replicated = {"mesh": zt.AbstractMesh(host=2, dp=2), "replicate_axis": "host"}
+        worlds += [{"ranks": 4, **replicated}]
+    for world in worlds:
+        (own, _), lowered = on_ranks(stage=stage, store=IN_8_BITS, **world)
+        assert same(own, true)
+    types = {v.name: v.dtype for v in lowered.graph.state}
+    for part, dtype in DTYPES.items():
+        assert types[f"{part}.w"] == types[f"{part}.b"] == dtype
+
+
+@pytest.mark.parametrize("name", ["schedules", "accumulate", "offload"])
+def test_other_transforms_change_no_bit_of_moments_in_8_bits(name):
+    (own, _), _ = on_ranks(2, *COMBINED[name], store=IN_8_BITS)
+    assert same(own, by_hand(3, dtypes=DTYPES))
+
+
+def test_moments_in_8_bits_start_again_from_a_checkpoint_and_from_fp32(tmp_path):
+    """Also on a mesh. `unshard` gives fp32, which has the same codes again."""
+    mesh = zt.make_mesh("cpu", dp=-1)
+    for step in (IN_8_BITS(adam), zt.chain(zt.shard_params(mesh), IN_8_BITS)(adam)):
+        folder = tmp_path / str(len(step.transforms))
+        zt.save(folder, trained(step, steps=2)).result()
+        loaded = zt.load(folder, step.init(state()), step)
+        whole = step.unshard(loaded)
+        assert {x.dtype for x in pytree.tree_leaves([whole[0][k] for k in "mv"])} == {torch.float32}
+        again = step.shard(whole)
+        wide, _ = step.unshard(trained(step, loaded, 1))
+        wide_again, _ = step.unshard(trained(step, again, 1))
+        true = by_hand(3, dtypes=DTYPES)
+        for part in "mv":
+            true[part] = pytree.tree_map(ops.widened, true[part])
+        assert same(wide, true) and same(wide_again, true)
+
+
+def test_checkpoints_of_8_bits_and_of_fp32_are_not_taken_for_each_other(tmp_path):
+    step = IN_8_BITS(adam)
+    zt.save(tmp_path / "narrow", trained(step, steps=1)[0]).result()
+    with pytest.raises(
+        ValueError, match=r"load: m\.w is torch.int8 in .*torch.float32 between steps: one of"
+    ):
+        zt.load(tmp_path / "narrow", state(), zt.Step.of(adam))
+    zt.save(tmp_path / "wide", step.init(state())).result()
+    with pytest.raises(
+        ValueError, match=r"m\.w is torch.float32 in .*torch.int8 between steps: one"
+    ):
+        zt.load(tmp_path / "wide", step.init(state()), step)
+
+
+def test_wrong_options_of_moments_in_8_bits():
+    with pytest.raises(
+        ValueError, match=r"rounding='nearest' with moments in 8 bits\. Their changes"
+    ):
+        zt.store(torch.bfloat16, first_moments="m.*", rounding="nearest")
+    with pytest.raises(
+        ValueError, match=r"store: second_moments='x' chooses no leaf of adam that is fp32"
+    ):
+        on_ranks(1, store=zt.store(torch.bfloat16, first_moments="m.*", second_moments="x"))
+    step = zt.chain(zt.ema(0.9, where="m.w"), IN_8_BITS)(adam)
+    with pytest.raises(
+        ValueError, match=r"adam: ema\.m\.w starts as a copy of m\.w, which store keeps"
+    ):
+        step.init(state())
+
+
+def test_a_negative_second_moment_is_nan_after_the_step():
+    """So a wrong choice of leaves shows at once."""
+    step = zt.store(torch.bfloat16, second_moments="w")(lambda s, x: ({"w": s["w"] - x}, x.sum()))
+    whole, _ = step(step.shard({"w": torch.zeros(3)}), torch.tensor([1.0, 0.0, -1.0]))
+    assert step.unshard(whole)[0]["w"].isnan().tolist() == [True, False, False]
+
+
 # ---- lifted loops, memory, compiled kernels
 
 
@@ -331,6 +418,23 @@ def lifted(width: int, layers: int, *transforms: zt.Transform, **options):
     return model, optimizer, step, step.shard(first)
 
 
+OPTIMIZER_IN_8_BITS = zt.store(
+    torch.bfloat16, first_moments="*.exp_avg", second_moments="*.exp_avg_sq"
+)
+
+
+def test_a_lifted_loop_gives_the_optimizer_its_moments_back():
+    model, optimizer, step, whole = lifted(8, 2, OPTIMIZER_IN_8_BITS)
+    for _ in range(2):
+        whole, _ = step(whole, torch.ones(4, 8))
+    entries = whole["optimizer"]["0.weight"]
+    assert (entries["exp_avg"].dtype, entries["exp_avg_sq"].dtype) == (torch.int8, torch.uint8)
+    zt.write_back(model, optimizer, step.unshard(whole))
+    written = optimizer.state[model[0].weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(written[name], ops.widened(entries[name])) and written[name].any()
+
+
 def test_a_lifted_loop_reads_bf16_and_gives_the_module_its_dtype_back():
     model, optimizer, step, whole = lifted(8, 2, STORE)
     for _ in range(2):
@@ -343,10 +447,10 @@ def test_a_lifted_loop_reads_bf16_and_gives_the_module_its_dtype_back():
     assert torch.equal(model[0].weight, whole["params"]["0.weight"].float())
 
 
-def test_planned_and_real_memory_fall_by_half_of_the_state():
+def test_planned_and_real_memory_fall_by_half_of_the_state_and_with_8_bits_by_two_thirds():
     """Fresh values in fp32 are those of one leaf, of 8."""
     planned, real, leaf = {}, {}, 64 * 64 * 4
-    for transforms in ((), (STORE,)):
+    for transforms in ((), (STORE,), (OPTIMIZER_IN_8_BITS,)):
         _, _, step, whole = lifted(64, 8, *transforms, fused=True)
         x = torch.ones(4, 64)
         planned[transforms] = memory(step.lower(whole, x).graph).peak
@@ -354,15 +458,17 @@ def test_planned_and_real_memory_fall_by_half_of_the_state():
         with LiveBytes() as counted:
             step(whole, x)
         real[transforms] = counted.peak
-    half_of_state = 3 * 8 * leaf / 2
+    of_state = 3 * 8 * leaf
     for peaks in (planned, real):
-        assert peaks[()] - peaks[STORE,] > half_of_state - 3 * leaf
+        assert peaks[()] - peaks[STORE,] > of_state / 2 - 3 * leaf
+        assert peaks[()] - peaks[OPTIMIZER_IN_8_BITS,] > of_state * 2 / 3 - 3 * leaf
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_rounds_in_the_kernel_of_the_update():
-    step = STORE(adam)
+@pytest.mark.parametrize(("store", "dtypes"), [(STORE, IN_BF16), (IN_8_BITS, DTYPES)])
+def test_inductor_rounds_in_the_kernel_of_the_update(store, dtypes):
+    step = store(adam)
     lowered = step.lower(step.shard(state()), X)
     _, groups = fused_within_peak(lowered.graph)
     rounded = [e for group in groups for e in group.eqns if e.op is ROUND]
@@ -371,4 +477,4 @@ def test_inductor_rounds_in_the_kernel_of_the_update():
     whole = step.shard(state())
     for _ in range(3):
         whole, _ = compiled(whole, X)
-    assert same(whole[0], by_hand(3))
+    assert same(whole[0], by_hand(3, dtypes=dtypes))

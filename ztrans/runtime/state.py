@@ -27,6 +27,7 @@ from ..ir.graph import Kept, Layout, MemoryKind, Split
 from ..ir.layout import AbstractMesh, LeafSharding, as_tensor, cut, mesh_axes
 from ..ir.printer import first_names
 from ..ir.user_sharding import UserSharding
+from ..ops import MOMENTS, narrowed, widened
 from .agreement import agree_on_call
 from .mesh import check_runs
 from .replicas import agree_on_state
@@ -125,6 +126,7 @@ def unshard_state(
     """Gather a state of DTensors into full tensors, which are copies, on every rank. All ranks must call it.
 
     Of replicas that train apart, each rank gets its own. `shardings` has the sharding of each leaf by transforms.
+    Moments in 8 bits become fp32.
     """
     if isinstance(mesh, DeviceMesh) and mesh.size() > 1:
         check_runs(mesh)
@@ -138,7 +140,7 @@ def unshard_state(
             x = full_tensor(_on_device(x), sharding.axes).to(device, copy=True)
         elif isinstance(x, torch.Tensor):
             x = copied(x)  # the next step would write into it
-        full.append(x)
+        full.append(widened(x) if sharding.dtype in MOMENTS else x)
     return pytree.tree_unflatten(full, tree)
 
 
@@ -232,7 +234,12 @@ def _stored(leaf: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A leaf in its dtype between steps, rounded to nearest."""
     if dtype is None or leaf.dtype == dtype:
         return leaf
-    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+    if dtype not in MOMENTS:
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+    if not isinstance(leaf, DTensor):
+        return narrowed(leaf.detach(), dtype)
+    codes = narrowed(leaf._local_tensor.detach(), dtype)
+    return _dtensor(codes, leaf.device_mesh, leaf.placements, leaf.shape)
 
 
 def _copied_to(kind: MemoryKind, part: torch.Tensor) -> torch.Tensor:
@@ -453,7 +460,7 @@ def check_stored(
             wide.append(f"{path} ({leaf.dtype})")
     if wide:
         raise TypeError(
-            f"{name} keeps leaves of its state in half precision between steps, and was called with "
+            f"{name} keeps leaves of its state in fewer bits between steps, and was called with "
             f"{first_names(wide)}.\nCall `state = step.shard(state)` once, before the loop, also on one rank."
         )
 

@@ -1,4 +1,4 @@
-"""Store parameters and moments in bf16 between steps, and round their new values at random."""
+"""Store parameters and moments in bf16 or 8 bits between steps, and round their new values at random."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..ir.graph import Eqn, Graph, Kept, Var, dce
+from ..ir.graph import DTYPES, Eqn, Graph, Kept, Var, dce
 from ..ir.layout import LeafSharding
 from ..ir.op_facts import CAST, rearranges
 from ..ir.printer import first_names
 from ..ir.rewriter import Rewriter
+from ..ops import MOMENTS
 from .base import Transform, Where, check_where, constructor, matches, program_shardings
 from .stored_leaves import StoredLeaves
 
 aten = torch.ops.aten
 _ROUND = torch.ops.ztrans.stochastic_round.default
 _KEYS = torch.ops.ztrans.leaf_keys.default
+_WIDEN = torch.ops.ztrans.widened.default
 _ROUNDINGS = ("stochastic", "nearest")
 
 
@@ -29,10 +31,12 @@ def store(
     dtype: torch.dtype,
     *,
     where: Where | None = None,
+    first_moments: Where | None = None,
+    second_moments: Where | None = None,
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     seed: int = 0,
 ) -> Transform:
-    """Store leaves of the state in bf16 between steps, and compute in fp32.
+    """Store leaves of the state in bf16 between steps, moments also in 8 bits, and compute in fp32.
 
     A step reads the stored leaves, casts them to fp32 where forward, backward and the update read them, and rounds each
     new value once, at its end. With fp32 parameters and AdamW this halves the state. Stochastic rounding is up or down,
@@ -44,6 +48,10 @@ def store(
     `step.shard(state)` rounds the leaves to nearest. They stay bf16 in checkpoints, and in what `step.unshard` and
     `zt.state_dict` return. A chosen leaf that is bf16 already is also computed in fp32. `zt.eager` rounds to nearest.
 
+    Moments of 8 bits are floats without a scale, always rounded stochastically. A first moment, int8, is at most 40 in
+    magnitude. A second moment, uint8, may not be negative, and is never rounded to 0. Checkpoints have these codes;
+    `step.unshard` returns fp32. With both and bf16 parameters AdamW's state is a third of that in fp32.
+
     Rewrites:
         y = mm(x, w)                                     y = mm(x, cast(w, f32))
         w1 = update(w, g)                          -->   w1 = stochastic_round(w, update(cast(w, f32), g), key)
@@ -54,11 +62,14 @@ def store(
         where: the leaves to store: a pattern for `fnmatch` of their paths, such as "params.*", or a function
             `where(path, leaf)` of the path and a meta tensor in fp32. By default all leaves but buffers of a module.
             Of these, leaves in fp32 with at least one dim are stored; scalars and integers stay.
-        rounding: "stochastic", or "nearest".
+        first_moments, second_moments: the leaves to store in 8 bits, such as "*.exp_avg" and "*.exp_avg_sq", chosen as
+            by `where`; by default none.
+        rounding: "stochastic", or "nearest", which 8 bits exclude.
         seed: the seed of stochastic rounding, a whole number.
 
     Raises: TypeError for another dtype, or if `where` is neither of these; ValueError for another rounding or seed.
-        When the step is lowered, ValueError if no leaf is stored, or, without `where`, if the step does not update one.
+        When the step is lowered, ValueError if an option chooses no leaf, or, without `where`, if the step does not
+        update one.
         When it is called, TypeError if the state has not been through `step.shard`.
 
     Source: Zamirai et al., Revisiting BFloat16 Training, 2020; `bf16_stochastic_round` of torchao.
@@ -71,13 +82,19 @@ def store(
             f"store: dtype={dtype!r}; leaves are stored in torch.bfloat16, which has the range of fp32. In fp16, second"
             f" moments would become 0."
         )
-    if where is not None:
-        check_where("store", where, "params.*")
+    for chosen in (where, first_moments, second_moments):
+        if chosen is not None:
+            check_where("store", chosen, "params.*")
     if rounding not in _ROUNDINGS:
         raise ValueError(f"store: rounding={rounding!r}; it is 'stochastic' or 'nearest'.")
+    if rounding == "nearest" and (first_moments is not None or second_moments is not None):
+        raise ValueError(
+            "store: rounding='nearest' with moments in 8 bits. Their changes in a step are smaller than the distance "
+            "of two codes, so to nearest they would stay as they are.\nLeave rounding out."
+        )
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"store: seed={seed!r}; it is a whole number.")
-    return Store(dtype, where, rounding, seed)
+    return Store(dtype, where, first_moments, second_moments, rounding, seed)
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class Store(Transform):
 
     dtype: torch.dtype
     where: Where | None = None
+    first_moments: Where | None = None
+    second_moments: Where | None = None
     rounding: str = "stochastic"
     seed: int = 0
 
@@ -97,12 +116,15 @@ class Store(Transform):
         return [Kept("step", like=(), dtype=torch.int64)] if is_random else []
 
     def leaf_sharding(self, path: str, leaf: torch.Tensor, shape: tuple[int, ...]) -> LeafSharding:
-        is_stored = leaf.dtype in (torch.float32, self.dtype) and leaf.ndim > 0
-        if self.where is None:
-            is_stored = is_stored and not path.startswith("buffers.")
-        else:
-            is_stored = is_stored and matches(self.where, path, leaf.to(torch.float32))
-        return LeafSharding(dtype=self.dtype if is_stored else None)
+        if leaf.ndim == 0:
+            return LeafSharding()
+        where = self.where or (lambda path, leaf: not path.startswith("buffers."))
+        moments = (self.first_moments, torch.int8), (self.second_moments, torch.uint8)
+        for chosen, dtype in (*moments, (where, self.dtype)):
+            is_fp32 = leaf.dtype in (torch.float32, dtype)
+            if chosen is not None and is_fp32 and matches(chosen, path, leaf.to(torch.float32)):
+                return LeafSharding(dtype=dtype)
+        return LeafSharding()
 
     def rewrite(self, graph: Graph) -> Graph:
         stored = {}
@@ -117,8 +139,8 @@ class Store(Transform):
             )
 
         def rounded(new: Rewriter, value: Var, leaf: Var) -> list[Eqn]:
-            name = new.fresh_name(f"{value.name}.bf16")
-            out = Var(name, self.dtype, value.shape)
+            name = new.fresh_name(f"{value.name}.{DTYPES[leaf.dtype]}")
+            out = Var(name, leaf.dtype, value.shape)
             if self.rounding == "nearest":
                 return [Eqn(aten.copy.default, (leaf, value), (out,))]
             place = (list(value.shape), [0] * len(value.shape))
@@ -147,10 +169,16 @@ class Store(Transform):
 
     def _check(self, graph: Graph, stored: Mapping[Var, Var]) -> None:
         """Raises: ValueError if no leaf is stored, or one that the step does not update and the user has not chosen."""
-        if not stored:
+        dtypes = {new.dtype for new in stored.values()}
+        wanted = {"first_moments": torch.int8, "second_moments": torch.uint8}
+        missing = [k for k, v in wanted.items() if getattr(self, k) is not None and v not in dtypes]
+        if not stored and not missing:
+            missing = ["where"]
+        if missing:
+            option = missing[0]
             raise ValueError(
-                f"store: where={self.where!r} chooses no leaf of {graph.name} that is fp32 and has dims.\n"
-                f"These are {first_names([v.name for v in graph.state])}."
+                f"store: {option}={getattr(self, option)!r} chooses no leaf of {graph.name} that is fp32 and has "
+                f"dims.\nThese are {first_names([v.name for v in graph.state])}."
             )
         unchanged = [old.name for old, new in graph.leaves if old in stored and new is old]
         if self.where is None and 0 < len(unchanged) < len(stored):
@@ -164,6 +192,8 @@ class Store(Transform):
 def _widened(new: Rewriter, leaf: Var, stored: Var) -> list[Eqn]:
     """The cast of a stored leaf to the dtype in which the step computes."""
     out = Var(new.fresh_name(f"{leaf.name}.f32"), leaf.dtype, leaf.shape)
+    if stored.dtype in MOMENTS:
+        return [Eqn(_WIDEN, (stored,), (out,))]
     return [Eqn(CAST, (stored,), (out,), {"dtype": leaf.dtype})]
 
 

@@ -102,11 +102,12 @@ def test_parts_are_rounded_at_their_places_in_place_and_one_call_updates_equal_s
     [
         ((zt.store(torch.bfloat16, where="optimizer.*"),), {}),
         ((zt.store(torch.bfloat16, rounding="nearest"),), {}),
+        ((zt.store(torch.bfloat16, first_moments="*.exp_avg"),), {}),
         ((STORE, zt.ema(0.9)), {}),
         ((STORE,), {"amsgrad": True}),
         ((), {}),
     ],
-    ids=["moments", "nearest", "an average reads it", "amsgrad", "fp32"],
+    ids=["moments", "nearest", "8 bits", "an average reads it", "amsgrad", "fp32"],
 )
 def test_other_updates_stay(transforms, options):
     program, _ = lowered(*transforms, **options)

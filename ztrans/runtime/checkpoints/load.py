@@ -31,6 +31,7 @@ from ...calling.trees import named_leaves
 from ...ir.dependencies import grouped
 from ...ir.layout import as_tensor
 from ...ir.printer import first_names
+from ...ops import MOMENTS
 from ..session import leave_if_cut_off
 from ..state import equal_rows, mesh_of_state, with_replicas
 from . import folder
@@ -105,6 +106,7 @@ def load(
             device = _device_of(like_by_name.values())
             parts = [_memory_for(part, leaf, device) for part, leaf in zip(sharded, leaves)]
             by_name = dict(zip(leaves_by_name, parts))
+            _check_moments(checkpoint.kinds, path, by_name)
             records = _fill(checkpoint, by_name, stacked, rows, list(names.values()))
             for part in parts:
                 mark_written(part)
@@ -358,6 +360,26 @@ def _check_fits(
             raise ValueError(
                 f"load: {name} is {saved_dtype} in {path}, and {dtype} in the state, which cannot hold its values.\n"
                 f"Give `like` a leaf of {saved_dtype}, and convert it after the load."
+            )
+
+
+def _check_moments(
+    kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    path: Path,
+    parts: Mapping[str, torch.Tensor],
+) -> None:
+    """Raises: ValueError if a leaf is a float on one side and the codes of a moment in 8 bits on the other."""
+    for name, part in parts.items():
+        _, saved = kinds[name]
+        if saved != part.dtype and (
+            (saved in MOMENTS and part.is_floating_point())
+            or (part.dtype in MOMENTS and saved.is_floating_point)
+        ):
+            raise ValueError(
+                f"load: {name} is {saved} in {path}, and {part.dtype} between steps: one of them is a moment in 8 "
+                f"bits.\n"
+                f"Load it into a step with the store(...) that it was saved with, and convert the state: "
+                f"other_step.shard(step.unshard(state))."
             )
 
 
