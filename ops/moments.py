@@ -11,8 +11,9 @@ block of 256, a gradient of 1e4 among ones of 1e-3 makes an update of 70,000 rat
 0; if that is rounded up, they stand still.
 
 Rounding must be at random (`stochastic_round`). A second moment changes by 1/1000 in a step, so rounded to nearest it
-stays where it is, and rounded up it never falls. For the fourth root the odds are such that neither v nor 1 / sqrt(v)
-has a bias to first order; for sqrt(v) itself 4 codes an octave act as a rate that is 4% too high.
+stays where it is, and rounded up it never falls: the loss of the demo's GPT is 2.5% larger after 300 steps. Odds that
+keep the mean of the fourth root make that of 1 / sqrt(v) over the steps right, to first order, and the loss differs by
+0.15% at most. With odds that keep the mean of sqrt(v), as many codes act as a larger rate, and it differs by 0.5%.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ MOMENTS = frozenset(_FORMS)
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 in another dtype, rounded to nearest: codes of a moment in int8 or uint8, any other as `x.to(dtype)`.
 
+    What has the dtype already stays as it is.
+
     >>> narrowed(torch.tensor([0.0, 1.0, -3.2]), torch.int8)
     tensor([   0,  105, -111], dtype=torch.int8)
     """
-    if dtype not in _FORMS:
+    if dtype not in _FORMS or x.dtype == dtype:
         return x.to(dtype)
     half = torch.full((), 1 << (_FORMS[dtype][0] - 1), dtype=torch.int32, device=x.device)
     return coded(x, half, dtype)

@@ -50,7 +50,7 @@ def test_codes_stand_for_floats_and_these_keep_their_codes(dtype):
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_values_become_one_of_their_neighbours_with_odds_that_keep_the_mean(dtype):
-    """The mean of a first moment, and that of the fourth root of a second."""
+    """They keep the mean of a first moment, and that of the fourth root of a second."""
     _, values = values_of(dtype)
     values = values[values.isfinite()]
     power = 1.0 if dtype == torch.int8 else 0.25

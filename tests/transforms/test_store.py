@@ -391,6 +391,19 @@ def test_wrong_options_of_moments_in_8_bits():
         step.init(state())
 
 
+def test_integers_of_the_step_stay():
+    """They have the dtypes of codes."""
+
+    def step(state, x):
+        return {**state, "m": state["m"] + x * state["u"].sum()}, x.sum()
+
+    u = torch.tensor([3, 5], dtype=torch.uint8)
+    first = zt.store(torch.bfloat16, first_moments="m")(step)
+    whole = first.init({"m": torch.zeros(2), "u": u})
+    new, _ = first.lower(whole, torch.ones(2)).lockstep(whole, [(torch.ones(2),)])
+    assert new[0]["u"].tolist() == [3, 5] and ops.widened(new[0]["m"]).tolist() == [8, 8]
+
+
 def test_a_negative_second_moment_is_nan_after_the_step():
     """So a wrong choice of leaves shows at once."""
     step = zt.store(torch.bfloat16, second_moments="w")(lambda s, x: ({"w": s["w"] - x}, x.sum()))
