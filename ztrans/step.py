@@ -479,9 +479,10 @@ class Step(Generic[P, R]):
     def unshard(self, state: State) -> State:
         """Gather a state of DTensors into full tensors on every rank. All ranks must call it.
 
-        The result is a copy, which later steps do not change. Along an `independent_axis` each rank gets the values of
-        its own replica, from which `shard` makes the same state. PyTorch's own process groups gather the leaves: if a
-        rank is interrupted meanwhile, the others wait until its process ends or the groups time out.
+        The result is a copy, which later steps do not change. It has what transforms keep too, such as the errors of
+        all ranks, so that `shard` makes the same state from it; `unshard(state.state)` leaves that out. Along an
+        `independent_axis` each rank gets the values of its own replica. PyTorch's own process groups gather the leaves:
+        if a rank is interrupted meanwhile, the others wait until its process ends or the groups time out.
 
         Raises: RuntimeError if the state is half updated, or not all ranks call it.
         """

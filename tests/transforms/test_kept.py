@@ -148,6 +148,9 @@ def test_a_meta_state_gets_them_once_it_has_values():
     state = step.init(state)
     state, _ = step(state, X)
     up = step.unshard(state).state["params"]["up"]
+    assert torch.equal(
+        step.unshard(state.state)["params"]["up"], up
+    )  # without what transforms keep
     torch.testing.assert_close(
         state.kept["ema"]["params.up"].to_local(), torch.lerp(PARAMS["up"], up, 0.1)
     )
