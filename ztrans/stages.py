@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,16 +221,24 @@ class Traced(Printed):
         Raises: DoesNotFit if no variant fits: the error of the variant that needs the least memory. HostIsFull if the
             host has too little memory for any of them.
         """
-        variants = self.variants
-        if len(variants) == 1:
+        if len(self.variants) == 1:
             return self.planned(cluster)
         results = []
-        for variant in variants:
+        for variant in self._different_variants(cluster):
             chosen_options = [repr(t) for t in variant.transforms if t not in self.transforms]
             result = self._result(cluster, variant.transforms)
             results.append((", ".join(chosen_options), result))
         lowered, notes = fastest_variant(results)
         return lowered.with_notes(notes)
+
+    def _different_variants(self, cluster: Cluster | None) -> list[Traced]:
+        """The first of each group of variants that are the same program: tiles may find nothing to cut."""
+        different: dict[Hashable, Traced] = {}
+        for variant in self.variants:
+            late = tuple(t for t in variant.transforms if t.phase >= Transform.phase)
+            graph, _ = variant._before_sharding(cluster)
+            different.setdefault((str(graph.replace(transforms=())), late), variant)
+        return list(different.values())
 
     def _result(
         self, cluster: Cluster | None, transforms: tuple[Transform, ...]

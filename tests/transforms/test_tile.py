@@ -240,7 +240,9 @@ def test_the_plan_chooses_the_number_of_tiles():
         )
 
 
-def test_a_plan_leaves_a_step_whole_that_cannot_be_cut():
+def test_a_plan_leaves_a_step_whole_that_cannot_be_cut(monkeypatch):
+    """All numbers of tiles are then one program, which is planned once."""
+
     def loss(params, x, target):
         y = F.conv2d(x, params["conv"])
         y = F.batch_norm(y, None, None, training=True)
@@ -250,7 +252,11 @@ def test_a_plan_leaves_a_step_whole_that_cannot_be_cut():
     batch = torch.randn(8, 3, 8, 8), torch.arange(8)
     with pytest.raises(ValueError, match="cannot be cut into tiles"):
         lower(step_of(loss), state, batch, zt.tile(parts=4))
+    planned = []
+    plan = zt.stages.Traced.planned
+    monkeypatch.setattr(zt.stages.Traced, "planned", lambda *x: planned.append(x) or plan(*x))
     chosen = lower(step_of(loss), state, batch, zt.tile(memory="auto"))
+    assert len(planned) == 1 and "parts=1" in chosen.plan.notes[0]
     assert str(chosen.graph.eqns) == str(lower(step_of(loss), state, batch).graph.eqns)
 
 
