@@ -54,6 +54,8 @@ class Way:
     most: float | None = None
 
 
+IN_8_BITS = zt.store(torch.bfloat16, first_moments="m.*", second_moments="v.*")
+
 WAYS = (
     Way("fp32"),
     Way("gathers and gradients in 8 bits", (zt.quantize_gathers(), zt.quantize_grads()), most=2e-3),
@@ -64,8 +66,10 @@ WAYS = (
         most=3e-3,
     ),
     Way("state in bf16, stochastic", (zt.store(torch.bfloat16),), most=2e-3),
+    Way("state in bf16, moments in 8 bits", (IN_8_BITS,), most=2e-3),
     Way("fp32, low rate", rate=LOW),
     Way("state in bf16, stochastic, low rate", (zt.store(torch.bfloat16),), LOW, most=2e-3),
+    Way("state in bf16, moments in 8 bits, low rate", (IN_8_BITS,), LOW, most=2e-3),
     Way("state in bf16, nearest, low rate", (zt.store(torch.bfloat16, rounding="nearest"),), LOW),
 )
 NEAREST = WAYS[-1]
