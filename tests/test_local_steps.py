@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL, distance
 
@@ -282,14 +283,7 @@ def test_a_lifted_loop():
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
-        def loop_step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return model, optimizer, loop_step
+        return model, optimizer, loop_of(model, optimizer)
 
     model, optimizer, loop_step = lifted()
     step, first = zt.lift(loop_step, model, optimizer)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from ztrans.planning.devices import H100
 from ztrans.search.found import Found
 from ztrans.search.small_steps import small_steps
@@ -149,14 +150,7 @@ def test_a_step_without_equal_layers_is_planned_whole():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loop_step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step, state = zt.lift(loop_step, model, optimizer)
+    step, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     rows = zt.search(step, state, torch.ones(8, 16), seconds=1e6, knobs={"micro_batches": (1,)})
     assert rows[0].layers == "all" and "layers planned" in str(rows)
     assert "mesh" not in rows.code()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ztrans as zt
+from tests.support.lifted import loop_of
 from tests.support.worlds import ALL
 from tests.test_local_steps import batches, first_state, momentum_step
 
@@ -36,14 +37,7 @@ def lifted(mesh, row: dict) -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loop_step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step, first = zt.lift(loop_step, model, optimizer)
+    step, first = zt.lift(loop_of(model, optimizer), model, optimizer)
     step = zt.shard_params(mesh, independent_axis="host")(step)
     inner, _, init = zt.local_steps(step, 10, zt.nesterov(0.7))
     evaluate = inner.eval(lambda x: model(x).sum())

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ztrans as zt
 from tests.support.cover import parameters_of
+from tests.support.lifted import loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import clone
 from ztrans.calling.global_state import patched
@@ -137,14 +138,7 @@ def test_a_lifted_loop_has_an_fx_graph_too():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loop(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    lifted, state = zt.lift(loop, model, optimizer)
+    lifted, state = zt.lift(loop_of(model, optimizer), model, optimizer)
     module = zt.Step.of(lifted).trace(state, X).fx
     assert isinstance(module, fx.GraphModule)
     assert module.print_readable(print_output=False)

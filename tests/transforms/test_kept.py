@@ -20,6 +20,7 @@ from tests.support.kept import (
     loss_fn,
     train_step,
 )
+from tests.support.lifted import loop_of
 from tests.support.processes import run_ranks
 from tests.support.worlds import ALL
 from ztrans import ir
@@ -196,14 +197,7 @@ def test_a_lifted_loop_holds_them_itself():
     model = torch.nn.Linear(3, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loop_step(x):
-        sgd.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        sgd.step()
-        return loss
-
-    lifted, first = zt.lift(loop_step, model, sgd)
+    lifted, first = zt.lift(loop_of(model, sgd), model, sgd)
     step = Lag()(lifted)
     for steps in range(1, 3):
         before = first["params"]["weight"].clone()

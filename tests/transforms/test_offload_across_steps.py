@@ -12,7 +12,7 @@ import ztrans as zt
 from tests.support.lifted import Net, batch, loop_of
 from tests.support.programs import CASES
 from tests.support.worlds import ALL, batches, distance, on_ranks, slices
-from tests.transforms.test_offload import adam_by_rows, adam_state
+from tests.transforms.test_offload import adam_by_rows, adam_state, failing
 from ztrans.ir.copies import TO_DEVICE, TO_HOST
 from ztrans.ir.donation import donation
 from ztrans.ir.verifier import ProgramError, check
@@ -253,19 +253,6 @@ def test_a_lifted_loop_with_a_scheduler_and_a_checkpoint_has_the_same_bits(tmp_p
         zt.write_back(model, optimizer, state)
         results.append([*model.state_dict().values(), optimizer.state_dict()["state"]])
     assert same(results[0], results[1]) and same(results[0], results[2])
-
-
-def failing(transform: zt.Transform):
-    """A step that fails before it writes its state if the batch holds the index of a row that does not exist."""
-
-    def step(state, x, index):
-        w = state["w"].detach().requires_grad_()
-        y = (x @ w)[index].square().mean()
-        (g,) = torch.autograd.grad(y, [w])
-        m = 0.9 * state["m"] + g
-        return {"w": state["w"] - 0.1 * m, "m": m}, y
-
-    return zt.chain(transform)(step)
 
 
 def test_after_a_failed_step_steps_go_on():
