@@ -42,7 +42,7 @@ ARROWS = {
 CHOOSE_CUDA = {"runtime.transports"}
 # The modules on top of all packages. Each may import all packages, and the modules before it in this list.
 TOP = (
-    *("running_order", "backends", "compiled", "fitting", "passes"),
+    *("running_order", "backends", "compiled", "fitting", "passes", "all_ranks"),
     *("stages", "eager_step", "step_state", "program_cache", "step", "local_steps"),
     *("search", "testing", "weights", "__init__"),
 )

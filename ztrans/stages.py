@@ -16,13 +16,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from .all_ranks import step_of_all_ranks
 from .backends import BACKENDS
-from .calling.call import BoundCall
 from .calling.global_state import no_collection
 from .compiled import Compiled
 from .fitting import (
@@ -34,15 +32,13 @@ from .fitting import (
     ways_to_fit,
     within_limit,
 )
-from .ir.ambient import refuse_inside, without_autocast
+from .ir.ambient import without_autocast
 from .ir.graph import Graph
-from .ir.interpreter import coordinates, join_state, lockstep, on_rank, replica_state
 from .ir.layout import AbstractMesh
 from .ir.printer import Printed, counted, format_bytes, format_seconds
 from .ir.user_collectives import by_axis
 from .ir.verifier import check
 from .ir.wire_traffic import wire_traffic
-from .ops import narrowed
 from .passes import History, passes, passes_after_plan, through
 from .planning.cluster import Cluster, Device, default_cluster, default_device
 from .planning.cost import Cost, Memory, cost, memory
@@ -64,8 +60,6 @@ from .profiling.profile import Profile
 from .report.progress import stage
 from .report.timeline import Timeline
 from .report.tracebacks import ends_at_user
-from .rewrites.across_steps import gathers_before
-from .rewrites.half_copies import copies_of
 from .runtime.codegen import to_fx
 from .runtime.cuda.graph_capture import check_device, check_on_device
 from .runtime.mesh import check_runs, device_memory
@@ -566,64 +560,7 @@ class Lowered(Printed):
             error names the rank and the argument. ValueError if the number of batches is not the number of ranks, or
             if the step itself divides an argument, as `parallelize_module` does.
         """
-        graph = self.graph
-        recording = self.recording
-        refuse_inside(f"{graph.name}.lockstep", (state, batches))
-        _check_whole_here(recording, graph.name)
-        state = _as_stored(recording, graph, state)
-        size = math.prod(dict(graph.mesh).values())
-        if not isinstance(batches, Sequence) or len(batches) != size:
-            kind = f"a {type(batches).__name__}"
-            if isinstance(batches, Sequence):
-                kind = counted(len(batches), "batch", "batches")
-            raise ValueError(
-                f"{graph.name}.lockstep: {kind} for the {size} ranks of the mesh.\n"
-                f"Pass a list with the batch arguments of each rank: [(x0, y0), (x1, y1), ...]."
-            )
-        num_state = graph.num_state
-        ranks = []
-        for rank, place in enumerate(coordinates(graph.mesh, graph.joint)):
-            own_state = replica_state(graph, state, place)
-            inputs = self._inputs_of_rank(rank, own_state, batches[rank])
-            leaves = [x.contiguous() for x in inputs[:num_state]]
-            own = on_rank(graph, leaves, place)
-            ranks.append([*own, *inputs[num_state:], *copies_of(graph, own)])
-        # There is no step before this one, so it also runs the gathers that such a step would have started.
-        if graph.carried:
-            gathered = lockstep(gathers_before(graph), ranks)
-            ranks = [leaves + futures for leaves, futures in zip(ranks, gathered)]
-        results = lockstep(graph, ranks)
-
-        new_leaves = join_state(graph, results)
-        tree = recording.tree_of_results(graph.added)
-        # The last results are copies of leaves and futures for the next step.
-        end = num_state + len(graph.results) - len(graph.hidden)
-        outputs = []
-        for result in results:
-            new_state, output = pytree.tree_unflatten([*new_leaves, *result[num_state:end]], tree)
-            outputs.append(output)
-        return new_state, outputs
-
-    def _inputs_of_rank(
-        self, rank: int, state: Any, batch: tuple | Mapping[str, Any]
-    ) -> list[torch.Tensor]:
-        """The inputs of the program on a rank that has this batch.
-
-        Raises: TypeError if the program was not traced for them.
-        """
-        name = f"{self.graph.name}.lockstep"
-        function = self.recording.function
-        if isinstance(batch, Mapping):
-            call = BoundCall.of(function, (state,), batch)
-        elif isinstance(batch, tuple | list):
-            call = BoundCall.of(function, (state, *batch), {})
-        else:
-            raise TypeError(
-                f"{name}: the batch of rank {rank} is a {type(batch).__name__}.\n"
-                f"Pass its arguments as a tuple, (x,), or as a dict by name."
-            )
-        self.recording.check_fits(call, f"{name}, rank {rank}")
-        return self.recording.local_inputs(call).tensors
+        return step_of_all_ranks(self.graph, self.recording, state, batches)
 
     @ends_at_user
     def compile(
@@ -665,23 +602,3 @@ class Lowered(Printed):
             check_on_device(self.graph)
             check_device(getattr(self.mesh, "device_type", None))
         return Compiled(self.without_stages(), backend, cuda_graph, cast_ahead)
-
-
-def _as_stored(recording: Recording, graph: Graph, state: Any) -> Any:
-    """A state in which leaves that the program stores in another dtype than the step computes have that dtype."""
-    leaves, tree = pytree.tree_flatten(state)
-    for i, (computed, stored) in enumerate(zip(recording.graph.state, graph.state)):
-        x = leaves[i] if i < len(leaves) else None
-        if isinstance(x, torch.Tensor) and x.dtype == computed.dtype:
-            leaves[i] = narrowed(x, stored.dtype)
-    return pytree.tree_unflatten(leaves, tree)
-
-
-def _check_whole_here(recording: Recording, name: str) -> None:
-    """Raises: ValueError if the step itself divides an input, because other ranks hold the other parts."""
-    for user_sharding, path in zip(recording.user_shardings, recording.paths_of_inputs):
-        if user_sharding is not None:
-            raise ValueError(
-                f"{name}.lockstep: {path} is a DTensor over {', '.join(map(repr, user_sharding.axes))}, and this "
-                f"process has only its own part of it.\nRun the step on real ranks: lowered.compile() on each."
-            )

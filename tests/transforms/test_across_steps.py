@@ -10,6 +10,7 @@ import ztrans as zt
 from tests.support.net import lower
 from tests.support.programs import CASES
 from tests.support.worlds import batches, distance, fake_mesh, on_ranks, plain, slices
+from ztrans.all_ranks import inputs_of_rank
 from ztrans.ir.collectives import is_start
 from ztrans.ir.donation import donation, first_write
 from ztrans.ir.interpreter import join_state, lockstep, split_state
@@ -38,7 +39,7 @@ def trained(lowered, case, ranks: int, steps: int):
     graph = lowered.graph
     data = [
         [
-            lowered._inputs_of_rank(rank, case.state(), part)
+            inputs_of_rank(lowered.recording, graph.name, rank, case.state(), part)
             for rank, part in enumerate(slices(batch, ranks))
         ]
         for batch in batches(case, steps)
