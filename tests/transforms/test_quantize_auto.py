@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import ztrans as zt
-from ztrans.ir.collectives import ALL_REDUCE, is_start, role
+from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, is_start, role
 from ztrans.ir.wire_format import Coded
 from ztrans.planning.cluster import Link
-from ztrans.stages import Lowered
+from ztrans.stages import Lowered, Traced
 
 FAST, SLOW = (
     zt.cluster("cpu", dp=Link("wire", latency=1e-6, bandwidth=bandwidth))
@@ -110,6 +110,35 @@ def test_reductions_over_replicas_share_a_bucket_only_if_both_messages_do():
     program = chain(step).lower(state, torch.ones(4, 64))
     second = [e.kwargs["dtype"] for e in program.graph.eqns if e.op is ALL_REDUCE]
     assert len(second) == 2 and None in second and Coded(8, 128) in second
+
+
+def test_codes_may_be_sent_between_replicas_alone():
+    """Inside a fast host codes take longer than they save, and between hosts they save more."""
+    mesh = zt.AbstractMesh(host=2, dp=4)
+    shard = zt.shard_params(mesh, axis="dp", replicate_axis="host")
+    machines = dataclasses.replace(SLOW, links=(*FAST.links, ("host", SLOW.links[0][1])))
+
+    fast = dataclasses.replace(machines, links=(*FAST.links, ("host", FAST.links[0][1])))
+
+    def program(*formats: zt.Transform) -> Traced:
+        state = {f"w{k}": torch.eye(WIDTH) for k in range(3)}
+        step = zt.chain(shard, zt.overlap_grads(), zt.prefetch(), *formats)(train_step)
+        return step.trace(state, torch.ones(8, WIDTH))
+
+    for between, wire in ((None, CODED), (4, Coded(4, 64))):
+        auto = zt.quantize_grads("auto", between=between)
+        low = program(auto).lower(cluster=machines)
+        formats = {
+            op: {e.kwargs["dtype"] for e in low.graph.eqns if e.op is op and role(e) == "grad"}
+            for op in (REDUCE_SCATTER, ALL_REDUCE)
+        }
+        assert formats == {REDUCE_SCATTER: {None}, ALL_REDUCE: {wire}}
+        for other in (), (zt.quantize_grads(between=between),):
+            assert (
+                low.timeline().seconds < program(*other).lower(cluster=machines).timeline().seconds
+            )
+        followed = program(auto).lower(cluster=fast, plan=low.plan)
+        assert str(followed.graph) == str(low.graph)
 
 
 def test_open_bits_are_chosen_before_a_program_is_rewritten():

@@ -80,8 +80,8 @@ def quantize_gathers(
     parallelism, stays too.
 
     Args:
-        bits: the bits of a code: 8 or 4. With "auto", a plan sends codes of 8 bits if they make the step more than 1%
-            faster, and else what is sent without this transform.
+        bits: the bits of a code: 8 or 4. With "auto", a plan sends codes of 8 bits for all leaves if they make the step
+            more than 1% faster, and else what is sent without this transform.
         block: the number of elements that share a scale; even.
         format: "int" for integers, or "fp8" for e4m3 floats of 8 bits, whose errors are about four times as large.
         where: the leaves to quantize, as a pattern for `fnmatch` of their paths, or as a function `where(path, leaf)`
@@ -130,7 +130,9 @@ class _QuantizeGathers(Transform):
 
     @property
     def variants(self) -> tuple[Transform, ...]:
-        return tuple(dataclasses.replace(self, bits=bits) for bits in bits_to_plan(self.bits))
+        if self.bits != "auto":
+            return (self,)
+        return tuple(dataclasses.replace(self, bits=bits) for bits in (None, 8))
 
     def keeps(self, leaves: Mapping[str, torch.Tensor]) -> Sequence[Kept]:
         if self.of == "weights":
@@ -259,11 +261,6 @@ def _gather_again(new: Rewriter, start: Eqn, wait: Eqn, reference: Var) -> None:
 
 # The bits of codes; "auto" if a plan is to choose them, and None if it has chosen to send no codes.
 Bits = int | Literal["auto"] | None
-
-
-def bits_to_plan(bits: Bits) -> tuple[Bits, ...]:
-    """What a plan chooses from. The first of the fastest is chosen, so it sends codes only where they are faster."""
-    return (None, 8) if bits == "auto" else (bits,)
 
 
 def chosen_bits(transform: Transform, bits: Bits) -> int | None:
