@@ -12,7 +12,7 @@ from .cast_pack import cast_pack
 from .decode import decode, decode_unpack
 from .encode import encode, encode_pack
 from .marks import EVERY_AXIS, global_mean, gradient, pmax, pmean, pmin, psum, pvary
-from .moments import MOMENTS, decoded, narrowed, widened
+from .moments import MOMENTS, decoded, narrowed, nearest, widened
 from .reduce import HALF, mean, reduce
 from .reduce_scatter import reduce_scatter
 from .stochastic_round import leaf_keys, rounded, stochastic_round

@@ -10,8 +10,8 @@ by itself: one large gradient costs its neighbours nothing, and all layouts have
 block of 256, a gradient of 1e4 among ones of 1e-3 makes an update of 70,000 rates, as sqrt(v) of its neighbours becomes
 0; if that is rounded up, they stand still.
 
-Rounding must be at random (`stochastic_round`). A second moment changes by 1/1000 in a step, so rounded to nearest it
-stays where it is, and rounded up it never falls: the loss of the demo's GPT is 2.5% larger after 300 steps. Odds that
+Moments must be rounded at random (`stochastic_round`). One that changes by 1/1000 in a step, rounded to nearest, stays
+where it is, and rounded up it never falls: the loss of the demo's GPT is 2.5% larger after 300 steps. Odds that
 keep the mean of the fourth root make that of 1 / sqrt(v) over the steps right, to first order, and the loss differs by
 0.15% at most. With odds that keep the mean of sqrt(v), as many codes act as a larger rate, and it differs by 0.5%.
 """
@@ -37,6 +37,11 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if dtype not in _FORMS or x.dtype == dtype:
         return x.to(dtype)
+    return nearest(x, dtype)
+
+
+def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`narrowed` of fp32 to int8 or uint8 in plain torch, so that Inductor fuses it with what computes x."""
     half = torch.full((), 1 << (_FORMS[dtype][0] - 1), dtype=torch.int32, device=x.device)
     return coded(x, half, dtype)
 
@@ -78,6 +83,11 @@ def decoded(x: torch.Tensor) -> torch.Tensor:
     return torch.where(code < 0, -a, a)
 
 
+def _check_narrowed(x: torch.Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != torch.float32 or dtype not in _FORMS:
+        raise TypeError(f"narrowed: fp32 becomes int8 or uint8, got {x.dtype} and {dtype}.")
+
+
 def _check(x: torch.Tensor) -> None:
     if x.dtype not in _FORMS:
         raise TypeError(f"widened: a moment is int8 or uint8, got {x.dtype}.")
@@ -89,5 +99,13 @@ define(
     decoded,
     decoded,
     lambda x: torch.empty_like(x, dtype=torch.float32),
+    tags=(torch.Tag.pointwise,),
+)
+define(
+    "narrowed(Tensor x, ScalarType dtype) -> Tensor",
+    _check_narrowed,
+    nearest,
+    nearest,
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
     tags=(torch.Tag.pointwise,),
 )

@@ -114,3 +114,5 @@ def test_decaying_moments_follow_their_decay():
 def test_wrong_dtypes():
     with pytest.raises(TypeError, match=r"widened: a moment is int8 or uint8, got torch.float32"):
         ops.widened(torch.ones(2))
+    with pytest.raises(TypeError, match=r"narrowed: fp32 becomes int8 or uint8, got torch.float64"):
+        torch.ops.ztrans.narrowed(torch.ones(2).double(), torch.int8)

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from torch.func import grad_and_value
+from torch.utils import _pytree as pytree
 
 import ztrans as zt
 from tests.support.net import lower
 from tests.support.quantized import ROW, batch, loss_fn, new_state, rounded, step, trained, updated
 from ztrans.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from ztrans.ops.hadamard import hadamard
+from ztrans.ops.moments import narrowed, widened
+from ztrans.runtime.state import equal_rows
 
 
 def formats(lowered):
@@ -102,10 +105,19 @@ def test_hosts_send_each_other_another_format():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_error_of_a_step_is_sent_in_the_next(stage):
+@pytest.mark.parametrize("feedback", [True, "8bit"])
+def test_the_error_of_a_step_is_sent_in_the_next(stage, feedback):
     (state, kept), _, _ = trained(
-        zt.quantize_grads(4, ROW, error_feedback=True), stage=stage, steps=3
+        zt.quantize_grads(4, ROW, error_feedback=feedback), stage=stage, steps=3
     )
+
+    def stored(error):
+        """To nearest, with 2 bits of mantissa."""
+        mantissa, exponent = torch.frexp(error)
+        if feedback is True:
+            return error
+        nearest = (mantissa.abs() * 8 + 0.5).floor().copysign(mantissa)
+        return torch.ldexp(nearest / 8, exponent)
 
     expected = new_state()
     errors = [{k: torch.zeros_like(w) for k, w in expected["params"].items()} for _ in range(2)]
@@ -115,14 +127,37 @@ def test_the_error_of_a_step_is_sent_in_the_next(stage):
             grads, _ = grad_and_value(loss_fn)(expected["params"], *part)
             total = {k: g + errors[rank][k] for k, g in grads.items()}
             sent.append({k: rounded(t, 4) for k, t in total.items()})
-            errors[rank] = {k: t - sent[rank][k] for k, t in total.items()}
+            errors[rank] = {k: stored(t - sent[rank][k]) for k, t in total.items()}
         expected = updated(expected, {k: (g + sent[1][k]) / 2 for k, g in sent[0].items()})
     torch.testing.assert_close(state, expected)
     rows = kept["quantize_grads"]
     assert [*rows] == ["params.up", "params.down"]
     for path, leaf in rows.items():
         own = torch.stack([error[path.removeprefix("params.")] for error in errors])
-        torch.testing.assert_close(leaf, own)
+        assert leaf.nbytes == own.nbytes // (1 if feedback is True else 4)
+        values = leaf if feedback is True else widened(leaf)
+        torch.testing.assert_close(values, own, atol=1e-6, rtol=1e-5)
+
+
+def test_errors_in_8_bits_have_the_same_bits_in_any_schedule_and_after_a_restart():
+    codes = zt.quantize_grads(4, ROW, rotate=4, error_feedback="8bit")
+    plain, _, lowered = trained(codes, stage=2, steps=3)
+    for schedule in (zt.overlap_grads(), zt.prefetch()):
+        other, _, _ = trained(codes, schedule, stage=2, steps=3)
+        torch.testing.assert_close(other, plain, rtol=0, atol=0)
+    state, _, _ = trained(codes, stage=2, steps=2)
+    state = pytree.tree_map(torch.clone, state)  # as saved and loaded on as many ranks
+    parts = list(zip(*(x.chunk(2) for x in batch(seed=2))))
+    state, _ = lowered.lockstep(state, parts)
+    torch.testing.assert_close(state, plain, rtol=0, atol=0)
+
+
+def test_errors_in_8_bits_keep_their_sum_on_other_ranks():
+    values = torch.tensor([[1.0, -3.0, 0.0], [0.25, -1.0, 0.0]])
+    rows = equal_rows(narrowed(values, torch.int8), 4)
+    assert rows.dtype == torch.int8
+    # 1.25 and -4 have 2 bits of mantissa, so parts of a quarter are exact.
+    assert torch.equal(widened(rows).sum(0), values.sum(0))
 
 
 @pytest.mark.parametrize("cut", [0, 1])
@@ -159,10 +194,14 @@ def test_feedback_at_stage_3_is_refused():
         ValueError, match=r"error of each whole gradient .* stage 3 .*\nUse shard_params\(stage=2\)"
     ):
         trained(zt.quantize_grads(4, error_feedback=True))
-    with pytest.raises(TypeError, match="error_feedback=1; it is True or False"):
+    with pytest.raises(TypeError, match="error_feedback=1; it is True, False or '8bit'"):
         zt.quantize_grads(4, error_feedback=1)
     with pytest.raises(ValueError, match="error_feedback=True takes 8 or 4 bits, not 'auto'"):
         zt.quantize_grads("auto", error_feedback=True)
+    with pytest.raises(ValueError, match=r"error .* stage 3"):
+        trained(zt.quantize_grads(4, error_feedback="8bit"))
+    with pytest.raises(ValueError, match=r"no equation can keep its error.\nWrite .*'8bit'"):
+        zt.quantize_grads(4, between=4, error_feedback="between")
 
 
 def test_gradients_are_chosen_by_dims_pattern_or_function():

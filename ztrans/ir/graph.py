@@ -282,7 +282,7 @@ class Kept:
         start: its first value: zeros, or a copy of the leaf that it is like.
         layout: how it lies on the mesh: cut like its leaf; whole on every rank; or with a row like the leaf for each
             rank, `f32[4@dp,32,16]`, which ranks read by `ir.row`. Rows are terms of a sum, and begin as zeros: on
-            another number of ranks they go on as equal parts of that sum.
+            another number of ranks they go on as equal parts of that sum. In int8 they are floats (`ops.moments`).
         dtype: another dtype than that of its leaf; of a shape, by default fp32.
         axis: if its leaf is cut over several axes, the one of them over which it is cut, and whole along the others.
         transform: the name of its transform, which `Step` fills in.

@@ -186,14 +186,15 @@ def _in_rows(leaf: Any, count: int) -> Any:
 
 
 def equal_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` equal rows with the sum of these.
+    """`count` equal rows with the sum of these. Rows in int8 or uint8 are floats of 8 bits (see `ops.moments`).
 
     >>> equal_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [4.0, 0.0]]), 2)
     tensor([[4., 3.],
             [4., 3.]])
     """
-    row = rows.sum(0) / count
-    return row.to(rows.dtype).expand(count, *row.shape)
+    values = widened(rows) if rows.dtype in MOMENTS else rows
+    row = narrowed(values.sum(0) / count, rows.dtype)
+    return row.expand(count, *row.shape)
 
 
 def first_value(

@@ -33,6 +33,8 @@ from .quantize_gathers import (
 
 aten = torch.ops.aten
 HADAMARD = torch.ops.ztrans.hadamard.default
+_WIDEN = torch.ops.ztrans.widened.default
+_NARROW = torch.ops.ztrans.narrowed.default
 # 4 bits in blocks of 256 send 9% less than in blocks of 64, and lose three times as much.
 _BLOCKS = {8: 256, 4: 64}
 
@@ -44,7 +46,7 @@ def quantize_grads(
     *,
     between: Literal[8, 4] | None = None,
     rotate: int | None = None,
-    error_feedback: bool = False,
+    error_feedback: bool | Literal["8bit"] = False,
     where: Where | None = None,
 ) -> Transform:
     """Reduce gradients as codes of 8 or 4 bits: about half or a quarter of the bytes of bf16. This changes results.
@@ -69,7 +71,7 @@ def quantize_grads(
         g1 = wait(f)                                       g1 = hadamard(wait(f), 1, 64)
 
     With `error_feedback` each rank adds to its next term what rounding has taken from this one. It keeps that in the
-    state (`step.init`), a whole row for each parameter and rank.
+    state (`step.init`), a whole row for each parameter and rank: in fp32, or with "8bit" in a quarter of that memory.
 
     Rewrites:
         f = reduce_scatter([g], mean)              -->     t = add(g, row(e)); f = reduce_scatter([t], mean, i4/64)
@@ -86,8 +88,10 @@ def quantize_grads(
             sent, and back after. The dim is the last one that is not cut and is a multiple of `rotate`; gradients that
             have none are sent as they are.
         error_feedback: send the error of a step in the next one, at stages 0 to 2. It is for SGD and momentum: with
-            AdamW it gained nothing where it was measured, and 8 bits need none. Terms that are sums over a host, or
-            over the axis of a first reduction, are not corrected.
+            AdamW it gained nothing where it was measured, and codes of 8 bits need none. With "8bit" the error is kept
+            as int8, which are floats with 2 bits of mantissa for magnitudes from 1.5e-8 to 40, so a ninth of it or
+            less is lost, and what is above 40. Terms that are sums over a host, or over the axis of a first
+            reduction, are not corrected.
         where: the leaves whose gradients to quantize, as a pattern for `fnmatch` of their paths, or as a function
             `where(path, leaf)` of the path and a meta tensor. By default, those with at least two dims; with
             `error_feedback`, only those at "params", as a lifted state has them.
@@ -96,7 +100,8 @@ def quantize_grads(
         of these. When the step is lowered, ValueError if it is not sharded, if `where` matches no leaf, or for
         `error_feedback` at stage 3.
 
-    Source: Wang et al., ZeRO++, 2023 (qgZ); the turn, Jia et al., SDP4Bit, 2024; feedback, Seide et al., 2014.
+    Source: Wang et al., ZeRO++, 2023 (qgZ); the turn, Jia et al., SDP4Bit, 2024; feedback, Seide et al., 2014;
+    errors kept in 8 bits, LoCo, arXiv 2407.04480.
 
     >>> quantize_grads(4, rotate=64)
     quantize_grads(bits=4, rotate=64)
@@ -106,10 +111,19 @@ def quantize_grads(
         check_format("quantize_grads", option, value, 2 if block is None else block, "int")
     if rotate is not None and not _is_power_of_2(rotate):
         raise ValueError(f"quantize_grads: rotate={rotate!r}; it is a power of 2, such as 64.")
-    if not isinstance(error_feedback, bool):
-        raise TypeError(f"quantize_grads: error_feedback={error_feedback!r}; it is True or False.")
+    if error_feedback == "between":
+        raise ValueError(
+            "quantize_grads: error_feedback='between'; the sum of a host is computed and sent in one collective, so no "
+            "equation can keep its error.\nWrite error_feedback='8bit', or send more bits there: between=8."
+        )
+    if not isinstance(error_feedback, bool) and error_feedback != "8bit":
+        raise TypeError(
+            f"quantize_grads: error_feedback={error_feedback!r}; it is True, False or '8bit'."
+        )
     if error_feedback and bits == "auto":
-        raise ValueError("quantize_grads: error_feedback=True takes 8 or 4 bits, not 'auto'.")
+        raise ValueError(
+            f"quantize_grads: error_feedback={error_feedback!r} takes 8 or 4 bits, not 'auto'."
+        )
     if where is not None:
         check_where("quantize_grads", where, "params.*.weight")
     return _QuantizeGrads(bits, block, between, rotate, error_feedback, where)
@@ -121,7 +135,7 @@ class _QuantizeGrads(Transform):
     block: int | None = None
     between: int | None = None
     rotate: int | None = None
-    error_feedback: bool = False
+    error_feedback: bool | Literal["8bit"] = False
     where: Where | None = None
 
     # After the transforms that decide what is reduced, and when, and before leaves move to the host.
@@ -140,7 +154,8 @@ class _QuantizeGrads(Transform):
         if not self.error_feedback:
             return ()
         paths = kept_parameters(self, leaves, self.where)
-        return [Kept(path, like=path, layout="rows", dtype=torch.float32) for path in paths]
+        dtype = torch.int8 if self.error_feedback == "8bit" else torch.float32
+        return [Kept(path, like=path, layout="rows", dtype=dtype) for path in paths]
 
     def rewrite(self, graph: Graph) -> Graph:
         bits = chosen_bits(self, self.bits)
@@ -150,8 +165,8 @@ class _QuantizeGrads(Transform):
         errors = graph.kept_by(self.name)
         if errors and graph.zero_stage == 3:
             raise ValueError(
-                "quantize_grads: error_feedback=True keeps the error of each whole gradient on every rank, and at "
-                "stage 3 a rank need not have room for all of them.\n"
+                f"quantize_grads: error_feedback={self.error_feedback!r} keeps the error of each whole gradient on "
+                "every rank, and at stage 3 a rank need not have room for all of them.\n"
                 "Use shard_params(stage=2), or leave out error_feedback: with rotate=64 a step errs less."
             )
         new = Rewriter(graph)
@@ -221,7 +236,16 @@ def _with_error(
     arrived, left = (new.fresh(total, suffix) for suffix in (".arrived", ".error"))
     (split,) = error.layout
     own = row(error, new.fresh_name(f"{error.name}.own"), split.axis)
-    rows_left = rows(left, new.fresh_name(f"{error.name}.new"), split.axis, axes[split.axis])
+    before, after = [own], []
+    added, kept = own.out, left
+    if error.dtype != torch.float32:
+        added, kept = (
+            new.fresh(own.out, ".f32", dtype=torch.float32),
+            new.fresh(left, dtype=error.dtype),
+        )
+        before.append(Eqn(_WIDEN, (own.out,), (added,)))
+        after.append(Eqn(_NARROW, (left, error.dtype), (kept,)))
+    rows_left = rows(kept, new.fresh_name(f"{error.name}.new"), split.axis, axes[split.axis])
     # An all_reduce cuts a term into parts in the order of its elements.
     cut = coded.out.split
     dim = cut.dim if isinstance(cut, Split) else -1
@@ -229,10 +253,11 @@ def _with_error(
     parts = axes[coded.kwargs["axis"]]
     arguments = (total, parts, dim, wire.bits, wire.block, wire.kind)
     eqns = [
-        own,
-        Eqn(aten.add.Tensor, (term, own.out), (total,)),
+        *before,
+        Eqn(aten.add.Tensor, (term, added), (total,)),
         Eqn(ARRIVED, arguments, (arrived,)),
         Eqn(aten.sub.Tensor, (total, arrived), (left,)),
+        *after,
         rows_left,
     ]
     return total, eqns, rows_left.out

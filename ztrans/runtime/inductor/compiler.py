@@ -26,13 +26,14 @@ from ...ir.layout import local_shape, localize
 from ...ir.operations import compute
 from ...ir.structure import structure
 from ...ir.triton_launch import Launch
-from ...ops import decoded, rounded
+from ...ops import decoded, nearest, rounded
 from ...rewrites.update_groups import is_fused_update
 
 # Our operations that a kernel computes with others, and what they mean in PyTorch's.
 _OURS: Mapping[Any, Callable] = {
     torch.ops.ztrans.stochastic_round.default: rounded,
     torch.ops.ztrans.widened.default: decoded,
+    torch.ops.ztrans.narrowed.default: nearest,
 }
 
 
