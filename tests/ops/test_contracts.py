@@ -98,6 +98,10 @@ def widened(device):
     return T.widened.default, (torch.arange(6, dtype=torch.uint8, device=device).view(2, 3),), {}
 
 
+def narrowed(device):
+    return T.narrowed.default, (torch.linspace(-3, 3, 6, device=device).view(2, 3), torch.int8), {}
+
+
 def leaf_keys(device):
     return T.leaf_keys.default, (torch.ones((), device=device), [3, 2**32 - 1]), {}
 
@@ -123,7 +127,7 @@ def tables(device):
 
 SAMPLES = [
     *(cast_pack, unpack, barrier, all_gather, reduce_scatter, sum_terms),
-    *(encode, decode, sum_coded, fused_adamw, stochastic_round, leaf_keys, widened),
+    *(encode, decode, sum_coded, fused_adamw, stochastic_round, leaf_keys, widened, narrowed),
 ]
 
 
