@@ -42,7 +42,13 @@ from .skeleton import Collective, Skeleton
 from .solver.problem import Coding, Gather, Inside, Lever, Problem, Reduction, Update, Wire
 
 
-def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None = None) -> Problem:
+def formulate(
+    s: Skeleton,
+    cluster: Cluster,
+    budget: float,
+    update: str | None = None,
+    least: bool = False,
+) -> Problem:
     """Build the problem of placing a program's planned collectives.
 
     Args:
@@ -50,6 +56,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         cluster: the speeds of devices and links.
         budget: the greatest number of bytes that may be live on a rank.
         update: when updates run, "eager" or "last"; by default as `overlap_grads` says.
+        least: for a bound: with the least bytes and seconds that the program has in any order.
 
     Raises:
         ValueError: the cluster has no link for one of the axes.
@@ -58,8 +65,8 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
     duration = dict(zip(s.graph.eqns, equation_seconds(s.graph, cluster)))
     # Floating equations have no place of their own: their updates take the seconds.
     floating = _floating(groups)
-    return dataclasses.replace(
-        with_memory(s, groups, problem),
+    problem = dataclasses.replace(
+        with_memory(s, groups, problem, least),
         seconds=tuple(0.0 if e in floating else duration[e] for e in s.ops),
         wires=_wires(s, problem, cluster),
         memory=budget,
@@ -67,6 +74,7 @@ def formulate(s: Skeleton, cluster: Cluster, budget: float, update: str | None =
         fixed_messages=_fixed_messages(s, cluster),
         levers=_levers(s, cluster),
     )
+    return _with_least_seconds(problem, s, cluster) if least else problem
 
 
 def frame(s: Skeleton, update: str | None = None) -> Problem:
@@ -224,8 +232,8 @@ def with_arrivals(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
     return dataclasses.replace(problem, gathers=tuple(gathers))
 
 
-def with_least_seconds(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
-    """The problem whose operations take the least seconds of all placements of copies, for a bound.
+def _with_least_seconds(problem: Problem, s: Skeleton, cluster: Cluster) -> Problem:
+    """The problem whose operations take the least seconds of all placements of copies.
 
     Copies that stand between equal updates in the skeleton can be placed around them (see `place_copies`).
     """

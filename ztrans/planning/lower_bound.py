@@ -14,7 +14,7 @@ from ..rewrites.half_copies import with_half_copies
 from .buffers import local_bytes
 from .cluster import Cluster
 from .cost import bytes_of_others
-from .formulate import formulate, with_least_seconds
+from .formulate import formulate
 from .simulate import simulate
 from .skeleton import skeleton
 from .solver.bound import bound
@@ -66,8 +66,7 @@ def _bound(
     for part, times in micro_batch_programs(unordered).runs:
         order = skeleton(part, options)
         if order.gathers or order.reductions or any(map(is_copy, part.eqns)):
-            problem = with_least_seconds(formulate(order, cluster, peak), order, cluster)
-            result = bound(problem)
+            result = bound(formulate(order, cluster, peak, least=True))
             seconds, bottleneck = result.seconds, result.binds
         else:
             # Without planned collectives and copies there is one order.

@@ -31,9 +31,23 @@ from .skeleton import Skeleton
 from .solver.problem import Problem, Reduction
 
 
-def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> Problem:
-    """The problem with the bytes that are live in every schedule, and the buffers of its reductions."""
+def with_memory(
+    s: Skeleton, groups: Sequence[EagerGroup], problem: Problem, least: bool = False
+) -> Problem:
+    """The problem with the bytes that are live in every schedule, and the buffers of its reductions.
+
+    Args:
+        s: the program without an order.
+        groups: its eager updates.
+        problem: the problem without bytes.
+        least: for a bound. Alone, a gathered value stays in its message, with padding, and results may overwrite it
+            there. In a bucket it is copied out, and if it is kept, such results have memory of their own: no padding.
+    """
     uses = _StorageUses(s, groups)
+    if least:
+        sizes = (uses.size(gather.wait.out) for gather in s.gathers)
+        gathers = (g._replace(bytes=min(g.bytes, size)) for g, size in zip(problem.gathers, sizes))
+        problem = dataclasses.replace(problem, gathers=tuple(gathers))
     reduction_buffers = _ReductionBuffers(uses)
     buffers: list[Buffer] = []
     inputs = set(s.graph.inputs)
@@ -41,6 +55,9 @@ def with_memory(s: Skeleton, groups: Sequence[EagerGroup], problem: Problem) -> 
         if storage.value in inputs:
             buffers.append(Buffer(storage.bytes, 0, 2 * len(s.ops)))  # the caller's, throughout
         else:
+            if least and storage.value in uses.gather_of:
+                value_bytes = problem.gathers[uses.gather_of[storage.value]].bytes
+                storage = storage._replace(bytes=min(storage.bytes, value_bytes))
             buffers += _fixed_buffers(uses, problem, storage)
 
         # Gradients that share a storage are freed together, after the last of their reductions.
