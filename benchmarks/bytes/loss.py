@@ -167,16 +167,19 @@ def holds(losses: dict[str, list[Losses]]) -> bool:
 def picture(losses: dict[str, list[Losses]]) -> Figure:
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, height_ratios=(2, 1))
+    names = list(dict.fromkeys(way.name.removesuffix(", low rate") for way in WAYS))
     for (top, bottom), rate in zip(axes.T, (HIGH, LOW)):
         for way in (w for w in WAYS if w.rate == rate):
             mean = _mean_curve(losses[way.name])
             base = _mean_curve(losses[base_of(way).name])
             steps = [EVERY * (k + 1) for k in range(len(mean))]
             name = way.name.removesuffix(", low rate")
-            top.plot(steps, mean, label=name, linewidth=1.2 if way.transforms else 2.5)
+            color = f"C{names.index(name)}"  # the same on both sides
+            width = 1.2 if way.transforms else 2.5
+            top.plot(steps, mean, label=name, linewidth=width, color=color)
             if way.transforms:
                 more = [100 * (x / y - 1) for x, y in zip(mean, base)]
-                bottom.plot(steps, more, color=top.lines[-1].get_color())
+                bottom.plot(steps, more, color=color)
         top.set(ylabel="validation loss (nats per byte)", title=f"rate {rate:g}")
         bottom.set(ylabel="beside fp32, %", xlabel="step")
         bottom.axhline(0, color="black", linewidth=0.5)
