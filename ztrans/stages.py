@@ -427,7 +427,7 @@ class Lowered(Printed):
 
         With a profile of this step, the measured figures stand beside the simulated ones.
 
-        >>> import ztrans as zt
+        >>> import torch, ztrans as zt
         >>> step = zt.shard_params(zt.AbstractMesh(dp=8))(lambda state, x: (state, (x @ state).mean()))
         >>> lowered = step.lower(torch.ones(16, 16), torch.ones(4, 16), cluster=zt.cluster("h100", dp="infiniband"))
         >>> print(str(lowered.summary()).splitlines()[0])
